@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.garbage import collector_paused
 
 if TYPE_CHECKING:
@@ -397,9 +397,11 @@ def generate(
     last piece.
 
     Raises RewriterError for a directory without manifest, runtime module (for `tp`), tokenizer or, for messages, chat
-    template, for a prompt that gives no tokens, and when a rank fails.
+    template, for a prompt that gives no tokens, tokens beyond the vocabulary or more than the model's table of
+    positions has room for, and when a rank fails.
     """
-    from rewriter.analysis.sequence_layout import context_length
+    from rewriter.common.text_settings import check_positions, check_tokens, context_length, vocabulary_size
+    from rewriter.convert.rewritten_source import complete_config
     from rewriter.emit.end_tokens import end_tokens
     from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
     from rewriter.runtime.generate_worker import launch
@@ -417,15 +419,19 @@ def generate(
         made = ", ".join(manifest.runtime)
         raise RewriterError(f"{root}: no runtime module for {mesh_name(mesh)}, only {made}. {_other_degree(manifest)}")
     check_files(root, manifest, None if check else [entry.module for entry in manifest.runtime.values()])
-    config = config_of(root)
+    written = config_of(root)
+    config = complete_config(written, manifest)
     if max_new_tokens > (positions := context_length(config)):
         raise RewriterError(
             f"--max-new-tokens {max_new_tokens}: expected at most {positions:,}, which is how many positions the model "
             "has"
         )
-    ends, filling = end_tokens(root, config)
+    ends, filling = end_tokens(root, written)
     tokenizer = _tokenizer(root, trust_remote_code)
     ids = [_prompt_ids(root, tokenizer, prompt) for prompt in prompts]
+    for prompt, own in zip(prompts, ids, strict=True):
+        check_tokens(f"the prompt {shortened(prompt)!r}", own, vocabulary_size(config), tokenizer)
+        check_positions(len(own), max_new_tokens, manifest.positions)
     # A special token is no part of the text, and so ends it by its id.
     ends = [*ends, *tokenizer.convert_tokens_to_ids([s for s in stop if s in _special(tokenizer)])]
     streams = [TextStream(tokenizer, prompt, limit=max_new_tokens, ends=ends, stop=stop) for prompt in ids]

@@ -27,8 +27,8 @@ from rewriter.adapt.self_written import self_written as write
 from rewriter.adapt.students import HuggingFaceModel
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
-from rewriter.analysis.sequence_layout import stream_width
 from rewriter.api import convert
+from rewriter.common.text_settings import stream_width
 from rewriter.convert.rewritten_source import open_output
 from rewriter.emit.manifest import read_manifest
 from rewriter.verify.drift import load_tokenizer

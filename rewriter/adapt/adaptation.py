@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,8 +23,9 @@ from rewriter.adapt.self_data import own_text, source_of
 from rewriter.adapt.students import Model
 from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
-from rewriter.analysis.sequence_layout import stream_width
 from rewriter.common.errors import RewriterError
+from rewriter.common.numbers import json_text
+from rewriter.common.text_settings import stream_width
 from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
@@ -34,7 +34,7 @@ from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry, Manifest
 from rewriter.runtime.load import rank_device
 from rewriter.verify.drift import load_tokenizer
-from rewriter.verify.saved_output import check_files
+from rewriter.verify.saved_output import check_files, check_weights
 from rewriter.weights import Checkpoint
 
 
@@ -48,7 +48,7 @@ class AdaptReport:
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        return json_text(asdict(self), indent=2)
 
 
 def adapt(
@@ -88,6 +88,7 @@ def adapt(
     ranks = join(chosen.tp * chosen.sp, device, chosen.ep)
     ranks.on_first(lambda: check_free(final))
     ranks.on_first(lambda: check_files(opened.root, opened.manifest, _read_by_training(opened.manifest)))
+    ranks.on_first(lambda: check_weights(opened.root, opened.manifest))
     if ranks.world > 1 and (optim := given.get("optim", "adamw_torch")) not in settings_of.ELEMENTWISE:
         raise RewriterError(
             f"--set optim={optim}: ranks step pieces of tensors, so that it would train otherwise than on one device. "

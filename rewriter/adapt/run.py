@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from rewriter.adapt.options import Options, Schedule
 from rewriter.adapt.run_data import RunData
 from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.students import Model
+from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import Opened
 
 
@@ -51,6 +53,12 @@ class Run:
         return int(self.settings.get("data_seed", self.settings["seed"]))
 
     def measured(self, model: Model) -> float:
-        """The loss on the rows that are not trained on."""
+        """The loss on the rows that are not trained on. Raises RewriterError where it is not finite."""
         batch = int(self.settings.get("per_device_eval_batch_size", self.sizes.micro_batch))
-        return evaluate(model, self.data.held_out, batch, self.ranks, self.device, self.bf16)
+        loss = evaluate(model, self.data.held_out, batch, self.ranks, self.device, self.bf16)
+        if not math.isfinite(loss):
+            raise RewriterError(
+                f"the loss on the evaluation rows is {loss}, although the weights were: the model computes beyond "
+                "the range of its dtype. Leave out --set bf16 or fp16, or lower the learning rate"
+            )
+        return loss

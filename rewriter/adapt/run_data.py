@@ -14,9 +14,9 @@ from rewriter.adapt.budget import LONGEST_ROW, Budget, tokens_of_run
 from rewriter.adapt.evaluate import hold_out
 from rewriter.adapt.options import Options
 from rewriter.adapt.token_rows import load_rows
-from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
-from rewriter.convert.rewritten_source import Opened
+from rewriter.common.text_settings import context_length, vocabulary_size
+from rewriter.convert.rewritten_source import Opened, complete_config
 from rewriter.verify.drift import load_tokenizer
 
 
@@ -48,7 +48,8 @@ def read_data(
             f"{opened.root}: it has no tokenizer, so text cannot become tokens. Copy the source's tokenizer files into "
             "it"
         )
-    positions = context_length(opened.config)
+    config = complete_config(opened.config, opened.manifest)
+    positions = context_length(config)
     length = options.length or min(positions, LONGEST_ROW)
     follows = options.length is None and options.budgeted  # the length, from the tokens of the run
     if follows and options.tokens:
@@ -57,6 +58,7 @@ def read_data(
         raise RewriterError(f"--length {length}: the model has {positions} positions. Give fewer")
     progress("reading the data")
     how: dict[str, Any] = {"length": length, "packing": options.packing, "too_long": options.too_long}
+    how["vocabulary"] = vocabulary_size(config)
     read = load_rows(data, tokenizer, **how)
     if follows and not options.tokens:
         shorter = Budget(tokens_of_run(options, read.counts.tokens)).length(positions)

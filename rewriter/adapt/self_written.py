@@ -15,9 +15,9 @@ import torch
 from rewriter.adapt.quick_decoding import with_bf16_products, with_room
 from rewriter.adapt.teacher import frozen, load_model
 from rewriter.analysis.rank_memory import cache_elements
-from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import check_tokens, context_length
 from rewriter.emit.output_directory import sha256_of
 from rewriter.tracing import trace
 from rewriter.verify.drift import load_tokenizer
@@ -143,11 +143,14 @@ class _Writer:
         self.random = torch.Generator().manual_seed(number)
         self.draws = torch.Generator(next(model.parameters()).device).manual_seed(number)
         special = set(tokenizer.all_special_ids)
-        size = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
+        rows = model.get_input_embeddings().weight.shape[0]
+        size = min(len(tokenizer), rows)
         self.plain = [token for token in range(size) if token not in special]
         self.begin = [i for i in tokenizer("a")["input_ids"][:1] if i in special]  # what begins every text
         self.ends = _ends(model, tokenizer)
         self.chat = chat_turns(tokenizer)
+        given = [] if self.chat is None else [*self.chat.start, *self.chat.answer, *self.chat.question]
+        check_tokens("what begins texts and turns", [*self.begin, *given], rows, tokenizer)
         if self.chat is not None:
             self.ends |= set(self.chat.answer[:1]) & special
         self.chats = [self.chat is not None and stream % 2 == 0 for stream in range(STREAMS)]

@@ -14,18 +14,21 @@ from rewriter.adapt.students import base_of
 from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
+from rewriter.common.text_settings import text_settings
 from rewriter.convert.rewritten_source import Opened, source_config
 from rewriter.tracing.meta_model import build_on_meta, load_config
 from rewriter.verify.plain_model import PlainTensors, plain_model
+from rewriter.weights.finite import require_finite
 
 
 def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False, **options: Any) -> nn.Module:
-    """The Hugging Face model in a directory, in fp32 on `device`."""
+    """The Hugging Face model in a directory, in fp32 on `device`. Raises RewriterError where a weight is not finite."""
     if not PlainTensors(directory).loadable:
         return plain_model(directory, trust_remote_code)[0].to(device)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
     )
+    require_finite(model.named_parameters(), str(directory))
     return model.to(device)
 
 
@@ -52,11 +55,12 @@ def original_directory(opened: Opened, options: Options, source: Path, teacher: 
     if (place / "config.json").is_file():
         config = read_json(place / "config.json", "Give the original model as --teacher.")
     expected = source_config(opened)
+    theirs, ours = text_settings(config), text_settings(expected)
     for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
-        if config.get(name) != expected.get(name):
+        if theirs.get(name) != ours.get(name):
             raise RewriterError(
-                f"--teacher {place}: its {name} is {config.get(name)!r}, that of the rewritten model "
-                f"{expected.get(name)!r}. Give the model that was rewritten"
+                f"--teacher {place}: its {name} is {theirs.get(name)!r}, that of the rewritten model "
+                f"{ours.get(name)!r}. Give the model that was rewritten"
             )
     return place
 

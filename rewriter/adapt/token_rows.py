@@ -19,6 +19,7 @@ from rewriter.adapt.examples import EXPECTED, BadExample, Faults, read_examples
 from rewriter.adapt.options import TooLong
 from rewriter.adapt.packing import first_fit
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import not_a_token
 
 NO_TARGET = -100  # what transformers' losses leave out
 
@@ -100,7 +101,13 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def load_rows(
-    source: str | Path, tokenizer: Any, *, length: int, too_long: TooLong | None = "truncate", packing: bool = True
+    source: str | Path,
+    tokenizer: Any,
+    *,
+    length: int,
+    too_long: TooLong | None = "truncate",
+    packing: bool = True,
+    vocabulary: int | None = None,
 ) -> Rows:
     """The examples of `source` as rows of `length` tokens.
 
@@ -114,13 +121,14 @@ def load_rows(
     One without a target in what truncation left is dropped and counted. With `packing`, several examples share a row
     and an example is never in two; without, each has its own row.
 
-    Raises RewriterError with the place and reason of all faults of the source, ten in full.
+    Raises RewriterError with the place and reason of all faults of the source, ten in full. An example with tokens
+    beyond the `vocabulary` of the model is one.
     """
     if length < 2:
         raise RewriterError(f"length {length}: a row needs a token to predict from and one to predict. Give 2 or more")
     if too_long is not None and too_long not in get_args(TooLong):
         raise RewriterError(f"too_long {too_long!r}: unknown. Choose {', '.join(get_args(TooLong))}")
-    reader = _SegmentCollector(tokenizer, length, too_long)
+    reader = _SegmentCollector(tokenizer, length, too_long, vocabulary)
     faults = Faults()
     for place, example in read_examples(source, faults):
         try:
@@ -143,8 +151,8 @@ def load_rows(
 class _SegmentCollector:
     """Collects the segments of examples in arrays that hold 5 bytes for each token."""
 
-    def __init__(self, tokenizer: Any, length: int, too_long: TooLong | None) -> None:
-        self.tokenizer, self.length, self.too_long = tokenizer, length, too_long
+    def __init__(self, tokenizer: Any, length: int, too_long: TooLong | None, vocabulary: int | None) -> None:
+        self.tokenizer, self.length, self.too_long, self.vocabulary = tokenizer, length, too_long, vocabulary
         self.chat: ChatEncoder | None = None
         self.ids, self.targets, self.ends = array("i"), bytearray(), array("q")
         self.counts = Counts()
@@ -164,6 +172,8 @@ class _SegmentCollector:
             if self.chat is None:
                 self.chat = ChatEncoder(self.tokenizer)
             ids, targets = self.chat(messages, example.get("tools"))
+        if (wrong := not_a_token(ids, self.vocabulary, self.tokenizer)) is not None:
+            raise BadExample(wrong)
         if not any(targets[1:]):
             raise BadExample(
                 f"empty after masking: none of its {len(ids)} tokens is a target"
@@ -217,7 +227,7 @@ class _SegmentCollector:
             np.frombuffer(self.targets, np.bool_),
             np.frombuffer(self.ends, np.int64),
             length=self.length,
-            padding_id=next(token for token in padding if token is not None),
+            padding_id=next(t for t in padding if t is not None and not_a_token([t], self.vocabulary) is None),
             packing=packing,
             counts=self.counts,
         )

@@ -1,4 +1,5 @@
-"""What of a program is right for whole sequences only: it counts positions itself instead of reading `position_ids`.
+"""What of a program is right for some positions only. It may count them itself instead of reading `position_ids`, or
+look them up in a table that ends.
 
 With a key/value cache the tokens of a call are not the first ones, so a body or wiring that numbers them from 0 would
 be silently wrong. What feeds nothing but the bias of an attention may count: attention refuses a bias with a cache.
@@ -6,14 +7,15 @@ be silently wrong. What feeds nothing but the bias of an attention may count: at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.op_semantics import aten, function_of
-from rewriter.ir import Body, Program, called_module, placeholders, walk_modules
+from rewriter.ir import Body, Leaf, Module, Program, args_of, called_module, placeholders, walk_modules
 
 
 def counts_tokens(program: Program) -> str | None:
@@ -60,3 +62,56 @@ def _ends_in_bias(node: fx.Node, biases: set[tuple[fx.Node, fx.Node]]) -> bool:
         elif (user, node) not in biases:
             return False
     return True
+
+
+def position_table(program: Program) -> int | None:
+    """For how many positions the model has vectors, where it looks them up in a table; None where it computes them."""
+    original = program.origin or program
+    first = {node: 0 for node in placeholders(original.graph) if node.target == "position_ids"}
+    return min(_tables(original.graph, original.modules, first), default=None)
+
+
+def _tables(graph: fx.Graph, modules: Mapping[str, Module], offsets: Mapping[fx.Node, int]) -> Iterator[int]:
+    """The positions of every table that is read at one of `offsets`, nodes that are the position plus a number."""
+    known = dict(offsets)
+    for node in graph.nodes:
+        args = args_of(node)
+        module = called_module(node, modules)
+        if isinstance(module, Body):
+            inside = zip(placeholders(module.graph), args, strict=False)
+            given = {inner: known[outer] for inner, outer in inside if isinstance(outer, fx.Node) and outer in known}
+            yield from _tables(module.graph, module.modules, given) if given else ()
+        elif isinstance(module, Leaf) and "Embedding" in str(module) and args[0] in known:
+            yield module.parameters["weight"][0] - known[args[0]]
+        elif node.target in _LOOK_UPS:
+            table, dim, index = _LOOK_UPS[node.target](args)
+            if isinstance(index, fx.Node) and index in known:
+                yield _rows(table, dim, modules) - known[index]
+        elif args and isinstance(args[0], fx.Node) and args[0] in known:
+            if node.target in _SAME:
+                known[node] = known[args[0]]
+            elif node.target is aten.add.Tensor and isinstance(args[1], int):
+                known[node] = known[args[0]] + args[1]
+
+
+def _rows(table: fx.Node, dim: int, modules: Mapping[str, Module]) -> int:
+    """The size of a table; of one that a module gives, of its constant."""
+    while "val" not in table.meta and table.op == "call_function":  # a cast
+        table = table.all_input_nodes[0]
+    module = called_module(table, modules)
+    if isinstance(module, Body):
+        constant = module.graph.output_node().all_input_nodes[0]
+        return module.buffers[str(constant.target)].shape[dim]
+    return int(table.meta["val"].shape[dim])
+
+
+# (table, dimension, index) of what reads rows of a table
+_LOOK_UPS: Mapping[Any, Callable[[tuple[Any, ...]], tuple[Any, int, Any]]] = {
+    aten.embedding.default: lambda args: (args[0], 0, args[1]),
+    aten.index_select.default: lambda args: args[:3],
+    aten.gather.default: lambda args: args[:3],
+    aten.index.Tensor: lambda args: (args[0], 0, args[1][0]),
+}
+_SAME = frozenset(
+    getattr(aten, name).default for name in ("reshape", "view", "unsqueeze", "squeeze", "expand", "repeat", "clone")
+)

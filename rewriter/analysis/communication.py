@@ -19,6 +19,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.op_semantics import function_of, sends
 from rewriter.analysis.residual import computes
+from rewriter.common.text_settings import declared_dtype
 from rewriter.ir import Module, Program, args_of, nodes_inside, reachable
 from rewriter.ir.marks import marks
 from rewriter.ir.shapes import wiring_shapes
@@ -78,8 +79,7 @@ class CollectiveTraffic:
 
 def model_dtype(program: Program) -> torch.dtype:
     """The model's own dtype, as its config says; fp32 where it says nothing."""
-    name = str(program.source.config.get("dtype") or program.source.config.get("torch_dtype") or "float32")
-    dtype = getattr(torch, name.removeprefix("torch."), torch.float32)
+    dtype = getattr(torch, declared_dtype(program.source.config) or "float32", torch.float32)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 

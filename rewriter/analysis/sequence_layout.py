@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
@@ -14,6 +13,7 @@ from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.communication import model_dtype_bytes
 from rewriter.analysis.distributed_attention import messages, slowest
 from rewriter.analysis.sequence_plans import TOKENS, Setting
+from rewriter.common.text_settings import context_length
 from rewriter.fabric import load_fabric
 from rewriter.ir import Program, args_of, nodes_inside
 from rewriter.ir.marks import marks
@@ -62,22 +62,6 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
         )
         counts[shape] += 1
     return tuple(replace(shape, layers=layers) for shape, layers in counts.items())
-
-
-def context_length(config: Mapping[str, Any]) -> int:
-    """The positions that a config says the model has; where it says none, very many."""
-    return min(_numbers(config, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), default=1 << 30)
-
-
-def stream_width(config: Mapping[str, Any]) -> int | None:
-    """How wide the residual stream is, by a config; None where it does not say."""
-    return next(_numbers(config, "hidden_size", "n_embd", "d_model"), None)
-
-
-def _numbers(config: Mapping[str, Any], *names: str) -> Iterator[int]:
-    """Those of `names` that the config, or that of its text model, has."""
-    table = {**config, **(config.get("text_config") or {})}
-    return (table[name] for name in names if isinstance(table.get(name), int))
 
 
 def planning(program: Program, tokens: int | None = None) -> Setting:

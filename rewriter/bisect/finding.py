@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
+from rewriter.common.numbers import json_text
 from rewriter.common.tables import WIDE, plain_table
 
 
@@ -58,7 +58,7 @@ class Bisection:
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False, default=str)
+        return json_text(asdict(self), indent=2, default=str)
 
     def sentence(self) -> str:
         """The result in a sentence."""

@@ -25,6 +25,7 @@ from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.verify.comparison import REAL_WEIGHTS
 from rewriter.verify.drift import golden_tokens, too_large
+from rewriter.verify.saved_output import check_weights
 from rewriter.verify.shrunken_check import MOST_RANKS
 from rewriter.verify.simulate import load_weights
 from rewriter.weights import Checkpoint
@@ -46,7 +47,7 @@ def bisect_output(
     line; every pass, applied again; all tensors; the adapted checkpoint and the sharded module, module by module, on as
     many processes as the manifest names. Generated files whose hash differs are read and never run. `source` is the
     model that was rewritten, found by its name otherwise; without it weights can only be compared with each other.
-    Raises RewriterError for bad input.
+    Raises RewriterError for bad input, VerificationError for weights that are not finite: with them nothing parts.
     """
     root = Path(directory)
     manifest = read_manifest(root)
@@ -63,6 +64,7 @@ def bisect_output(
         opened = reopen(root, manifest, original, scratch, trust_remote_code)
         _files(opened, changed, found)
         if found.fault is None:
+            check_weights(root, manifest)
             _passes(opened, weights, scratch, found, progress)
         if found.fault is None and original is not None and manifest.adaptation is None:
             progress("comparing tensors")

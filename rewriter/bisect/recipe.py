@@ -24,6 +24,7 @@ from rewriter.verify.plain_model import plain_model
 from rewriter.verify.random_model import random_ids
 from rewriter.verify.shrink import depth, representatives, shrink
 from rewriter.verify.shrunken_check import on_ranks, telling_copy, test_lengths
+from rewriter.weights.finite import require_finite
 
 Weights = Literal["shrunken", "real"]
 _TOKENS = 21
@@ -71,6 +72,7 @@ def real_material(traced: Program) -> Material:
     if reason := too_large(traced, COPIES):
         raise RewriterError(f"{source.path}: {reason}. Use --weights shrunken")
     model, _ = plain_model(source.path, source.remote_code)
+    require_finite(model.named_parameters(), source.path)
     return Material(model, traced, golden_tokens(traced), "the real weights")
 
 

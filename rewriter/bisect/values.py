@@ -82,8 +82,9 @@ def relation(actual: Ranks, expected: Ranks, limit: float) -> str:
     if len(actual) > 1 and len(expected) == 1:
         return "ranks hold different values" if any(not torch.equal(v, actual[0]) for v in actual[1:]) else ""
     a, e = actual[0].double(), expected[0].double()
-    if not bool(a.isfinite().all()):
-        return f"{int((~a.isfinite()).sum())} of {a.numel()} elements are not finite"
+    for values, which in ((a, ""), (e, "expected ")):
+        if count := int((~values.isfinite()).sum()):
+            return f"{count} of {values.numel()} {which}elements are not finite"
     if a.shape != e.shape or not bool(e.abs().max() > 0):
         return ""
     factor = float((a * e).sum() / (e * e).sum())

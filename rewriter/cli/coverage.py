@@ -10,6 +10,7 @@ import typer
 
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.numbers import json_text
 from rewriter.common.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ def coverage(
     """
     rows = _read(rows_of) if rows_of is not None else _run(types or [], jobs, limit)
     if json:
-        from json import dumps
-
-        typer.echo(dumps([row.to_dict() for row in rows], indent=2, ensure_ascii=False))
+        typer.echo(json_text([row.to_dict() for row in rows], indent=2))
     elif markdown is not None:
         from rewriter.coverage import coverage_table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from rewriter.common.numbers import json_text
 from rewriter.common.tables import WIDE, plain_table
 from rewriter.fabric import Fabric
 from rewriter.fabric import shipped_tables as measured
@@ -22,7 +22,7 @@ from rewriter.fabric.overlap import SHARES
 def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
     """One line each: what it is, and whether it was measured."""
     if as_json:
-        typer.echo(json.dumps([_header(one) | {"median_error": _error(one)} for one in found], indent=2))
+        typer.echo(json_text([_header(one) | {"median_error": _error(one)} for one in found], indent=2))
         return
     table = plain_table(None, "fabric", "what it is", "collectives of", "error", whole=("fabric",), **WIDE)
     for one in found:
@@ -41,7 +41,7 @@ def print_fabric(fabric: Fabric, as_json: bool) -> None:
     """All figures with their sources, and of each table how well it predicts points left out of it."""
     content = _content(fabric)
     if as_json:
-        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        typer.echo(json_text(content, indent=2))
         return
     console = Console(highlight=False)
     mark = "  [yellow]modelled: not measured as a whole[/]" if fabric.modelled else ""

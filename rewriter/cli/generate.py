@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import typer
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_given
+from rewriter.common.numbers import json_text
 
 if TYPE_CHECKING:
     from rewriter.runtime.text_stream import Generation
@@ -73,7 +73,7 @@ class Display:
     def __call__(self, index: int, piece: str, generation: Generation | None) -> None:
         if self._json:
             if generation is not None:
-                typer.echo(dumps(asdict(generation), ensure_ascii=False))
+                typer.echo(json_text(asdict(generation)))
             return
         if index != self._shown:
             typer.echo("\n" * (index > 0) + self._heading(self._prompts[index]), nl=False)

@@ -11,6 +11,7 @@ import typer
 
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError
+from rewriter.common.numbers import json_text
 
 if TYPE_CHECKING:
     from rewriter.predict.results import RecipeComparison
@@ -98,8 +99,6 @@ def _write_page(
 
 
 def _print_json(found: RecipeComparison, validation: Validation | None) -> None:
-    from json import dumps
-
     from rewriter.predict.results import to_json
 
     objects = to_json(found)
@@ -108,7 +107,7 @@ def _print_json(found: RecipeComparison, validation: Validation | None) -> None:
             one if one["baseline"] else {**one, "validation": validation.of(one["recipe"])}  # baselines do not run
             for one in objects
         ]
-    typer.echo(dumps(objects, indent=2, ensure_ascii=False, allow_nan=False))
+    typer.echo(json_text(objects, indent=2))
     for entry in found.skipped:
         typer.echo(f"warning: {entry.recipe}: not predicted. {entry.reason}", err=True)
 

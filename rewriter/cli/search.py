@@ -12,6 +12,7 @@ import typer
 from rewriter.cli import options
 from rewriter.cli.convert import read_text
 from rewriter.common.errors import RewriterError, shortened
+from rewriter.common.numbers import json_text
 
 if TYPE_CHECKING:
     from rewriter.search.result import SearchResult
@@ -72,9 +73,7 @@ def search(
 
         write_text(html, page(found, shlex.join(["rewrite", *(context.obj or [])])), "--html")
     if json:
-        from json import dumps
-
-        typer.echo(dumps({**found.to_json(), "file": str(recipe)}, indent=2, ensure_ascii=False, allow_nan=False))
+        typer.echo(json_text({**found.to_json(), "file": str(recipe)}, indent=2))
         return
     _print(found, model, recipe, html)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rewriter.analysis.absolute_positions import position_table
 from rewriter.convert.save_options import SaveOptions
 from rewriter.emit import output_files
 from rewriter.emit.manifest import (
@@ -59,6 +60,7 @@ def manifest_of(
         per_rank=layout.per_rank,
         quantized=_quantized(program),
         verification=Verified(level="none"),
+        positions=position_table(program),
         adaptation=adaptation,
         files={},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
@@ -10,6 +9,7 @@ from typing import Any
 
 from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.analysis.sequence_layout import bytes_per_token
+from rewriter.common.numbers import json_text
 from rewriter.emit.manifest import Verified
 from rewriter.ir import Program
 
@@ -39,7 +39,7 @@ class ConversionReport:
     def to_json(self) -> str:
         """The report as JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "program"}
-        return json.dumps(values, indent=2, ensure_ascii=False)
+        return json_text(values, indent=2)
 
     def _repr_html_(self) -> str:
         rows = "".join(

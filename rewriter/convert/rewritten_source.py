@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
+from rewriter.common.text_settings import declared_dtype, top_setting
 from rewriter.common.tokenizer_code import code_files
 from rewriter.emit.manifest import FORMER_GOLDEN, MANIFEST, Manifest, read_manifest
 from rewriter.emit.output_files import CHAT_TEMPLATES
@@ -39,7 +41,7 @@ class Opened:
     @property
     def dtype(self) -> str:
         """The name of the torch dtype that its weights are kept in."""
-        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
+        return declared_dtype(self.config) or "float32"
 
     @property
     def tensor_parallel(self) -> int:
@@ -65,7 +67,7 @@ def open_output(directory: str | os.PathLike[str]) -> Opened:
             "trainer of your own: the checkpoint loads in transformers"
         )
     config = read_json(root / "config.json", "Rewrite the model again.")
-    if config.get("quantization_config"):
+    if top_setting(config, "quantization_config"):
         raise RewriterError(f"{root}: its weights are quantized, and cannot be trained. Rewrite with --dequantize")
     return Opened(root, manifest, config)
 
@@ -75,6 +77,18 @@ def source_config(opened: Opened) -> dict[str, Any]:
     entry = opened.manifest.source
     kept = {name: value for name, value in opened.config.items() if name not in _OURS}
     return kept | {"architectures": [entry.architecture], "model_type": entry.model_type}
+
+
+def complete_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """The config of an output with what its source's class in transformers has by default; as it stands where it has no
+    such class, or the class refuses it."""
+    from transformers import AutoConfig
+
+    said = {name: value for name, value in config.items() if name not in (*_OURS, "model_type")}
+    try:
+        return dict(AutoConfig.for_model(manifest.source.model_type, **said).to_dict())
+    except Exception:  # a config class's own code raises what it likes
+        return dict(config)
 
 
 def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rewriter.analysis.layer_wiring import WiredLayers
+from rewriter.common.numbers import json_text
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Differences:
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return json.dumps({"same": self.same} | self.to_dict(), indent=2, ensure_ascii=False)
+        return json_text({"same": self.same} | self.to_dict(), indent=2)
 
     def _repr_html_(self) -> str:
         return "".join(f"<div>{drawing}</div>" for drawing in self.drawings)

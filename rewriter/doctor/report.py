@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -15,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
+from rewriter.common.numbers import json_text
 from rewriter.common.tables import WIDE, plain_table
 from rewriter.doctor import checks
 from rewriter.doctor.checks import Finding
@@ -51,7 +51,7 @@ class Doctor:
             "findings": [asdict(f) for f in self.findings],
             "commands": [asdict(c) for c in self.commands],
         }
-        return json.dumps(data, indent=2, ensure_ascii=False)
+        return json_text(data, indent=2)
 
     def __rich__(self) -> RenderableType:
         table = plain_table(None, "", platform.platform(), "", whole=("",), **WIDE)

@@ -9,23 +9,27 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.files import read_json
+from rewriter.common.text_settings import not_a_token, top_setting, vocabulary_size
 
 GENERATION = "generation_config.json"
 
 
 def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[list[int], int]:
-    """(numbers of the tokens that end a text, the one that fills): generation_config.json goes before config.json.
+    """(numbers of the tokens that end a text, the one that fills): generation_config.json goes before config.json, in
+    which the text model's own settings count where the top has none.
 
     Raises RewriterError, naming the file, for one that cannot be read, and for an end that is no token's number.
     """
     file, hint = directory / GENERATION, "Correct it, or download it again."
     own = read_json(file, hint) if os.path.lexists(file) else {}
-    settings = {**config, **own}
-    ends = settings.get("eos_token_id")
-    numbers = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    said, place = own.get("eos_token_id"), file
+    if said is None:
+        said, place = top_setting(config, "eos_token_id"), directory / "config.json"
+    numbers = [] if said is None else said if isinstance(said, list) else [said]
     if not all(type(number) is int for number in numbers):
-        place = file if "eos_token_id" in own else directory / "config.json"
-        said = shortened(repr(ends))
-        raise RewriterError(f"{place}: eos_token_id is {said}, expected a token's number or a list of them. {hint}")
-    filling = settings.get("pad_token_id")
-    return numbers, filling if type(filling) is int else (numbers or [0])[0]
+        raise RewriterError(
+            f"{place}: eos_token_id is {shortened(repr(said))}, expected a token's number or a list of them. {hint}"
+        )
+    filling = own.get("pad_token_id", top_setting(config, "pad_token_id"))
+    fills = type(filling) is int and not_a_token([filling], vocabulary_size(config)) is None
+    return numbers, filling if fills else (numbers or [0])[0]

@@ -11,7 +11,7 @@ shapes, but for norms with weights per rank, which hold the weights of all ranks
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,18 @@ def source_config(source: Source) -> dict[str, Any]:
         return dict(source.config)
     if not config.get("quantization_config", True):  # transformers would look for a method in it
         del config["quantization_config"]
+    if not source.remote_code:  # what it names of the model's own code was not run, and is not copied
+        kept = _code_of_tokenizer(config)
+        config = {k: v for k, v in config.items() if k != "auto_map"} | ({"auto_map": kept} if kept else {})
     if source.config.get("tie_word_embeddings") is False and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False  # its weights are two: see `rewriter.tracing.parameters`
     return config
+
+
+def _code_of_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of auto_map that is not the model's."""
+    own = config.get("auto_map")
+    return {name: own[name] for name in own if name == "AutoTokenizer"} if isinstance(own, dict) else {}
 
 
 def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
@@ -101,6 +110,7 @@ def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
     return config | {
         "architectures": [names.architecture],
         "auto_map": {
+            **_code_of_tokenizer(config),
             "AutoConfig": f"{names.module}.{names.config}",
             "AutoModel": f"{names.module}.{names.base}",
             "AutoModelForCausalLM": f"{names.module}.{names.architecture}",

@@ -190,7 +190,9 @@ class Manifest(_Part):
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
     that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
-    where weights are as they were before the rewrite. `unused` are the tensors that the model has no parameter for.
+    where weights are as they were before the rewrite. `positions` are those of the table in which the model looks
+    positions up, beyond which it cannot read; None where it computes them. `unused` are the tensors that the model has
+    no parameter for.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -206,6 +208,7 @@ class Manifest(_Part):
     quantized: QuantizedEntry | None = None
     verification: Verified
     golden: Golden | None = None
+    positions: int | None = None
     adaptation: AdaptationEntry | None = None
     unused: list[str] = []
     files: dict[str, str]

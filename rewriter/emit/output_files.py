@@ -27,6 +27,7 @@ from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, mixed_dtypes, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
+from rewriter.weights.finite import Watched, watched
 from rewriter.weights.header import read_header
 from rewriter.weights.narrowing import is_dequantized
 from rewriter.weights.references import references_text
@@ -43,7 +44,8 @@ CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, beside chat_te
 class PlannedFiles:
     """The files to write: `copies` (source, name), `shards` (name → tensors), `texts` (name → content), and
     `references` (name → what ranks hold of the adapted checkpoint's tensors). `kept` are the source's tensors, and
-    `written` the dtypes that they are written in, as safetensors calls them; `target` is the one that was asked for."""
+    `written` the dtypes that they are written in, as safetensors calls them; `target` is the one that was asked for.
+    `watched`: what must be finite."""
 
     checkpoint: Checkpoint
     copies: tuple[tuple[Path, str], ...]
@@ -58,6 +60,7 @@ class PlannedFiles:
     kept: KeptTensors | None = None
     written: Mapping[str, str] = field(default_factory=dict)
     target: torch.dtype | None = None
+    watched: Watched = field(default_factory=dict)
 
     @property
     def dequantized(self) -> torch.dtype | None:
@@ -118,6 +121,7 @@ def plan(
     source = Path(program.source.path)
     checkpoint = Checkpoint.open(source)
     target = DTYPES[dtype] if dtype is not None else None
+    read = watched(checkpoint, (spec.expression for spec in program.parameters.values()))
     kept = kept_tensors(program, checkpoint, dequantize, _kept_quantized(dtype, materialize), drop_unused)
     program = kept.program
     written = written_dtypes(program, kept, target)
@@ -168,7 +172,7 @@ def plan(
         per_rank = PerRank(ranks=bound, pattern=config["rewriter_pattern"], modes=sentences(program), untied=untied)
     return PlannedFiles(
         checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type,
-        {mesh: entry}, references, per_rank, kept, written, target,
+        {mesh: entry}, references, per_rank, kept, written, target, read,
     )  # fmt: skip
 
 
@@ -213,7 +217,7 @@ def write(
         progress("weights", done, total)
 
     progress("weights", 0, total)
-    convert_files(layout.checkpoint, copies, plans, link=link, early=early, finished=finished)
+    convert_files(layout.checkpoint, copies, plans, link=link, early=early, watched=layout.watched, finished=finished)
     for entry in layout.runtime.values():
         headers = {name: read_header(output.path(name)) for name in entry.ranks or ()}
         entry.headers = {name: FileHeader(size=h.size, header=h.sha256) for name, h in headers.items()} or None

@@ -21,6 +21,8 @@ from rewriter.analysis.rank_memory import memory
 from rewriter.analysis.residual import Block, annotate, computes, residual_blocks, stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
+from rewriter.common.numbers import json_text
+from rewriter.common.text_settings import declared_dtype
 from rewriter.inspect.rules import standard_layers, unfired, without_measurements
 from rewriter.inspect.sequence_table import sequence, with_length
 from rewriter.inspect.tables import tables
@@ -44,7 +46,7 @@ class Inspection:
     data: Mapping[str, Any]
 
     def to_json(self) -> str:
-        return json.dumps(self.data, indent=2, ensure_ascii=False)
+        return json_text(self.data, indent=2)
 
     def __rich__(self) -> Group:
         return tables(self.data)
@@ -138,7 +140,7 @@ def _header(program: Program, model: Any) -> dict[str, Any]:
         "architecture": source.architecture,
         "layers": source.num_layers,
         "parameters": sum(math.prod(p.shape) for p in program.parameters.values()),
-        "dtype": str(source.config.get("dtype") or "float32").removeprefix("torch."),
+        "dtype": declared_dtype(source.config) or "float32",
     }
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.analysis.communication import model_dtype
-from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import context_length, declared_dtype, top_setting
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
 from rewriter.predict import baselines as usual
@@ -71,9 +71,9 @@ def compare(
 def about_model(program: Program, length: int) -> tuple[str, ...]:
     """What its config leaves open, or asks for and is not simulated, in words. `length`: tokens of a whole sequence."""
     config, said = program.source.config, []
-    if not (config.get("dtype") or config.get("torch_dtype")):
+    if declared_dtype(config) is None:
         said.append("The config names no dtype: float32 is assumed for weights, cache and messages.")
-    if config.get("quantization_config"):
+    if top_setting(config, "quantization_config"):
         dtype = str(model_dtype(program)).removeprefix("torch.")
         said.append(f"The config's quantization of weights is not simulated: they count as {dtype}.")
     if length > (most := context_length(config)):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import check_positions, check_tokens
 from rewriter.runtime.context import Context, positions
 from rewriter.runtime.cuda_graph import host_waits
 from rewriter.runtime.decode_state import DecodeState
@@ -59,13 +60,19 @@ def generate(
     On the first rank, `on_token(prompt, token)` is called with every token as soon as it is chosen, `prompt` being an
     index into `prompts`. Where it returns True, that prompt ends with this token, on all ranks.
 
-    Raises RewriterError for a prompt without tokens, an argument outside of its range, and logits that are no numbers.
+    Raises RewriterError for a prompt without tokens or with tokens beyond the vocabulary, more tokens than the model's
+    table of positions has room for, an argument outside of its range, and logits that are no numbers.
     """
     if not prompts or not all(prompts):
         raise RewriterError("generate: a prompt has no tokens. Give each at least one")
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
         if value is not None and value < 1:
             raise RewriterError(f"generate: {name} is {value}, expected at least 1")
+    vocabulary: int | None = getattr(model, "vocabulary", None)
+    for row, prompt in enumerate(prompts):
+        check_tokens(f"generate: prompt {row}", prompt, vocabulary)
+    check_tokens("generate: pad_token_id", [pad_token_id], vocabulary)
+    check_positions(max(map(len, prompts)), max_new_tokens, getattr(model, "positions", None))
     sampling = Sampling(temperature, top_k, top_p)
     if group is None and dist.is_initialized():
         replicas: Replicas | None = getattr(model, "replicas", None)
@@ -158,8 +165,8 @@ def _tokens(state: DecodeState) -> list[list[int]]:
     broken = [row for row, is_broken in enumerate(state.broken.tolist()) if is_broken]
     if broken:
         raise RewriterError(
-            f"generate: logits of prompt {broken[0]} are NaN. Check the weights, or load the model in a wider dtype, "
-            "such as fp32"
+            f"generate: logits of prompt {broken[0]} are NaN or infinite. Check the weights, or load the model in a "
+            "wider dtype, such as fp32"
         )
     rows, lengths = state.produced.T.tolist(), state.lengths.tolist()
     return [row[:count] for row, count in zip(rows, lengths, strict=True)]

@@ -22,6 +22,7 @@ from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import check_sha256, read_json
 from rewriter.common.processes import CUDNN_ATTENTION_LAST, local_rank
+from rewriter.common.text_settings import vocabulary_size
 from rewriter.ops import SequencePlan
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
@@ -73,6 +74,10 @@ def load(
     mesh = _mesh(where, made, dp)
     rank = 0 if mesh is None else mesh.get_local_rank("tp")
     model = build(_inside(root, made.entry["module"]), made.entry["class"], mesh)
+    if isinstance(model, RuntimeModel):
+        config = root / "config.json"
+        model.vocabulary = vocabulary_size(read_json(config, "Rewrite the model again")) if config.exists() else None
+        model.positions = made.positions
     axis = getattr(model, "sequence", None)
     if (found := None if axis is None else axis.plan) != made.plan:
         raise RewriterError(
@@ -94,7 +99,7 @@ class _Made:
     """The manifest's part on the runtime module. `plan`: how `sequence` ranks share tokens, None if they do not.
 
     `bound`: the function of the checkpoint is bound to the number of tensor-parallel ranks. `name`: of the mesh.
-    `files`: the sha256 of every file of the directory.
+    `files`: the sha256 of every file of the directory. `positions`: those of the model's table of them, if it has one.
     """
 
     tensor: int
@@ -103,6 +108,7 @@ class _Made:
     bound: bool
     name: str
     files: dict[str, str]
+    positions: int | None = None
 
     def weights(self, root: Path, rank: int) -> RankWeights:
         if (references := self.entry.get("weights")) is not None:
@@ -154,6 +160,7 @@ def _made_for(root: Path, processes: int) -> _Made:
             plan = SequencePlan(shared["kind"], tuple(shared["grid"]), bool(shared["overlap"]), quantized, least)
         per_rank = manifest.get("per_rank")
         bound = None if per_rank is None else int(per_rank["ranks"])
+        positions = manifest.get("positions")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RewriterError(
             f"{path}: it describes no runtime module (at {error}). Rewrite the model with --tp N to get one"
@@ -171,7 +178,7 @@ def _made_for(root: Path, processes: int) -> _Made:
         raise RewriterError(
             f"{path}: its mesh has sp={sequence}, but its tokens are sharded by {plan}. It is not as `rewrite` wrote it"
         )
-    return _Made(ranks, plan, entry, bound is not None, name, dict(manifest.get("files") or {}))
+    return _Made(ranks, plan, entry, bound is not None, name, dict(manifest.get("files") or {}), positions)
 
 
 def _wrong_world(made: _Made, dp: int, world: int) -> str:

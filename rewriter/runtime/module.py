@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import check_tokens
 from rewriter.runtime.agreement import check_agreement
 from rewriter.runtime.cache import SlotSpec, StaticCache
 from rewriter.runtime.context import Context, positions, segment_positions
@@ -44,6 +45,8 @@ class RuntimeModel(nn.Module):
     none. `sequence` is the axis over which tokens are sharded, None where there is none. `by_length`: what a token
     computes depends on the length of its call, so that a prompt is one call; `renewed_after` so many tokens, keys and
     values of all of them are computed anew. The mesh may have a dimension "dp" of replicas that see different rows.
+    `vocabulary` is the number of tokens, `positions` that of the table of positions; None where it is not known, or
+    where there is no table.
     """
 
     slots: Sequence[SlotSpec] = ()
@@ -51,6 +54,8 @@ class RuntimeModel(nn.Module):
     sequence: SequenceAxis | None = None
     by_length: bool = False
     renewed_after: int | None = None
+    vocabulary: int | None = None
+    positions: int | None = None
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -78,9 +83,9 @@ class RuntimeModel(nn.Module):
         targets of all rows, on all ranks. Without any target it is 0, and so are gradients. Backward leaves every
         rank the gradient of this mean: see `rewriter.runtime.gradient_sums`.
 
-        Raises RewriterError for tokens after a cache without their positions, for labels, positions or segments of
-        another shape than the tokens, for arguments that exclude each other, and where ranks that share sequences are
-        given different ones.
+        Raises RewriterError for tokens beyond the vocabulary (on a CPU, and where they do not follow others), for
+        tokens after a cache without their positions, for labels, positions or segments of another shape than the
+        tokens, for arguments that exclude each other, and where ranks that share sequences are given different ones.
         """
         ctx = self._context(input_ids_BS, ctx or Context())
         if position_ids_BS is None:
@@ -124,6 +129,9 @@ class RuntimeModel(nn.Module):
 
     def _context(self, input_ids_BS: Tensor, ctx: Context) -> Context:
         """`ctx` with what it says about tokens that are sharded over ranks."""
+        on_host = input_ids_BS.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_host and ctx.position is None and self.vocabulary is not None and input_ids_BS.numel():
+            check_tokens("input_ids", [int(end) for end in input_ids_BS.aminmax()], self.vocabulary)
         if ctx.segment_ids is not None and ctx.segment_ids.shape != input_ids_BS.shape:
             raise RewriterError(
                 f"segment_ids {list(ctx.segment_ids.shape)}: expected the shape of input_ids, "

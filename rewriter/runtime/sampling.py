@@ -43,7 +43,7 @@ class Sampling:
         return self.temperature == 0
 
     def choose(self, logits_BV: Tensor, noise_BV: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [B], and bool [B]: rows whose logits hold a NaN.
+        """Tokens int64 [B], and bool [B]: rows whose logits hold a NaN, or whose greatest is infinite.
 
         `noise_BV` is drawn from the exponential distribution; greedy choices need none. The draw is
         argmax(probability / noise), as `torch.multinomial` makes it, which also reads values on the host.
@@ -53,7 +53,7 @@ class Sampling:
             assert noise_BV is not None
             scores = cut(scores / self.temperature, self.top_k, self.top_p).softmax(-1) / noise_BV
         greatest, token = scores.max(-1)  # a NaN is the greatest
-        return token, greatest.isnan()
+        return token, ~greatest.isfinite() if self.greedy else greatest.isnan()  # noise near 0 makes a draw's infinite
 
 
 def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:

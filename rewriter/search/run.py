@@ -34,6 +34,7 @@ from rewriter.search.tails import Tails
 from rewriter.search.texts import Text, text_for
 from rewriter.search.written import recipe_with_measurements
 from rewriter.weights import Checkpoint
+from rewriter.weights.finite import check_finite, watched
 
 WINDOWS = (2, 4, 8)
 """Windows of text to order units on, to calibrate, to hold out."""
@@ -115,8 +116,10 @@ def opened(
     if asked.healing is not None:
         asked.healing.check(program)
     computed = Computed(program, asked.workload.tp)
+    checkpoint = Checkpoint.open(str(program.source.path))
+    check_finite(checkpoint, watched(checkpoint, (spec.expression for spec in program.parameters.values())))
     job = {
-        "checkpoint": Checkpoint.open(str(program.source.path)).fingerprint(),
+        "checkpoint": checkpoint.fingerprint(),
         "config": repr(sorted(program.source.config.items(), key=str)),
         "tp": asked.workload.tp,
         "text": asked.text,

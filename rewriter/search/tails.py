@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from rewriter.common.text_settings import stream_width
 from rewriter.ir import Program
 from rewriter.search.computed import Computed, Part
 from rewriter.search.losses import Change, Reference
@@ -139,9 +140,7 @@ class Tails:
         return self._run(part.program, ids[None], given, weights)[0]
 
     def _width(self, ids: torch.Tensor) -> int:
-        config = self.computed.original.source.config
-        size = config.get("hidden_size") or config.get("n_embd") or config.get("d_model")
-        if isinstance(size, int):
+        if size := stream_width(self.computed.original.source.config):
             return size
         return int(next(self.streams(ids[:1]))[1].shape[-1])
 

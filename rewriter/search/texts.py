@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import check_tokens, context_length, top_setting
 from rewriter.ir import Program
-from rewriter.verify.drift import CALIBRATION, load_tokenizer, too_large
+from rewriter.verify.drift import CALIBRATION, load_tokenizer, too_large, vocabulary_of
 from rewriter.verify.live_model import load_host
 
 WINDOW = 256
@@ -86,7 +86,9 @@ def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
             "directory, or leave out --calibration: the model then writes a text itself"
         )
     tokenizer.model_max_length = 1 << 30
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+    found = tokenizer(text, add_special_tokens=False).input_ids
+    check_tokens(what, found, vocabulary_of(program), tokenizer)
+    ids = torch.tensor(found)
     while length > 16 and len(ids) < 12 * length:  # a short text in shorter windows
         length //= 2
     count = len(ids) // length
@@ -111,8 +113,7 @@ def written(
         raise RewriterError(f"model type {program.source.model_type!r}: it has a config and no weights to write with")
     model = load_host(path, program.source.remote_code, torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    first = config.get("bos_token_id")
+    vocabulary, first = vocabulary_of(program), top_setting(config, "bos_token_id")
     ids = torch.randint(vocabulary, (count, 1), generator=generator)
     if isinstance(first, int) and 0 <= first < vocabulary:
         ids[:] = first

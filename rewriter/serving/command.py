@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
@@ -148,8 +149,7 @@ def _degree(root: Path, manifest: Manifest | None, tp: int | None) -> int:
 def _config(root: Path) -> Mapping[str, Any]:
     """config.json, with what it says of the language model among several at the top."""
     try:
-        table: dict[str, Any] = json.loads((root / "config.json").read_text(encoding="utf-8"))
-        return table | (table.get("text_config") or {})
+        return text_settings(json.loads((root / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RewriterError(f"{root / 'config.json'}: cannot be read as JSON ({error})") from error
 

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rewriter.common.adapters import CONFIG, refuse_adapter
 from rewriter.common.errors import RewriterError
@@ -70,7 +71,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
             data = read_json(file, "It is no Hugging Face config: download it again, or name another model.")
             refuse_per_rank(source, data)
             check_numbers(file, data)
-            if "auto_map" in data and not trust_remote_code:
+            if needs_own_code(data) and not trust_remote_code:
                 raise RewriterError(
                     f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
                 )
@@ -101,6 +102,14 @@ def _refuse_adapter_of_the_hub(source: str) -> None:
         found = hf_hub_download(source, CONFIG)
     if found is not None:
         refuse_adapter(Path(found).parent)
+
+
+def needs_own_code(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has no classes for a config that names some of the model's own (`auto_map`). Where it has
+    them it uses them unless it is told otherwise, and many models keep the names from before it had."""
+    own, kind = config.get("auto_map") or {}, config.get("model_type")
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" not in own
+    return bool(own) and not (kind in CONFIG_MAPPING and causal)
 
 
 def refuse_per_rank(source: Any, config: Any) -> None:

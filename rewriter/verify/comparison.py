@@ -104,8 +104,9 @@ def _of_change(actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference over largest expected magnitude, in float64; infinite where shapes differ or NaNs stand."""
-    if actual.shape != expected.shape or not bool(actual.isfinite().all()):
+    """Largest difference over largest expected magnitude, in float64; infinite where shapes differ, and where one of
+    them holds a number that is not finite: nothing agrees with that, not even itself."""
+    if actual.shape != expected.shape or not all(bool(values.isfinite().all()) for values in (actual, expected)):
         return float("inf")
     scale = float(expected.detach().double().abs().max())
     difference = float((actual.detach().double() - expected.detach().double()).abs().max())
@@ -121,9 +122,9 @@ def compare(name: str, actual: torch.Tensor, expected: torch.Tensor, limit: floa
 def _worst(actual: torch.Tensor, expected: torch.Tensor) -> str:
     if actual.shape != expected.shape:
         return f"the shape is {list(actual.shape)}, expected {list(expected.shape)}"
-    if not bool(actual.isfinite().all()):
-        count = int((~actual.isfinite()).sum())
-        return f"{count} of {actual.numel()} values are not finite"
+    for values, which in ((actual, ""), (expected, "expected ")):
+        if count := int((~values.isfinite()).sum()):
+            return f"{count} of {values.numel()} {which}values are not finite"
     difference = (actual.double() - expected.double()).abs()
     flat = int(difference.argmax())
     place = [int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape)]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from rewriter.analysis.sequence_layout import context_length
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.text_settings import check_tokens, context_length, vocabulary_size
 from rewriter.common.tokenizer_code import own_code
 from rewriter.emit.manifest import Drift
 from rewriter.ir import Program
@@ -52,13 +52,19 @@ class DriftSums:
         return max(self.divergence / self.tokens, 0.0)
 
     def result(self, text: str) -> Drift:
-        """The means. `text` says what was read."""
+        """The means; perplexities of e^700 at most. `text` says what was read. Raises VerificationError for logits that
+        were not finite."""
+        if not all(map(math.isfinite, (self.divergence, self.before, self.after))):
+            raise VerificationError(
+                f"drift on {text}: logits are not finite, although the weights are. The model computes beyond the "
+                "range of fp32"
+            )
         predicted = max(self.predicted, 1)
         return Drift(
             kl=self.kl,
             top1_agreement=self.agreement / self.tokens,
-            perplexity_before=math.exp(self.before / predicted),
-            perplexity_after=math.exp(self.after / predicted),
+            perplexity_before=math.exp(min(self.before / predicted, 700.0)),
+            perplexity_after=math.exp(min(self.after / predicted, 700.0)),
             tokens=self.tokens,
             text=text,
         )
@@ -123,16 +129,22 @@ def other_weights(
 def calibration_tokens(program: Program, text: str | None = None) -> tuple[torch.Tensor, str]:
     """(token ids int64 [T], what they are): of `text`, by default the packaged one, by the checkpoint's tokenizer.
 
-    Without a tokenizer the tokens are random, and the description says so. T is bounded by the size of the model.
+    Without a tokenizer the tokens are random, and the description says so. T is bounded by the size of the model. Of
+    the packaged text, tokens beyond the vocabulary are left out, and the description says so; a given `text` that has
+    some raises RewriterError.
     """
     most = max(_FEWEST, min(_MOST, int(_BUDGET / (2 * max(parameter_count(program), 1)))))
-    vocabulary = _vocabulary(program)
+    vocabulary = vocabulary_of(program)
     ids: list[int] = []
     described = "a given text" if text is not None else "the packaged calibration text"
     tokenizer = load_tokenizer(program.source.path, program.source.remote_code)
     if tokenizer is not None:
         ids = tokenizer(text if text is not None else CALIBRATION.read_text(encoding="utf-8")).input_ids
-        ids = [i for i in ids if i < vocabulary]
+        if text is not None:
+            check_tokens("--calibration", ids, vocabulary, tokenizer)
+        elif len(kept := [i for i in ids if i < vocabulary]) < len(ids):
+            described += f", without {len(ids) - len(kept)} tokens beyond the model's vocabulary of {vocabulary}"
+            ids = kept
     if len(ids) >= 2:
         return torch.tensor(ids[:most]), described
     generator = torch.Generator().manual_seed(0)
@@ -171,7 +183,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any | N
 
 def golden_tokens(program: Program) -> torch.Tensor:
     """The fixed short sequence of golden logits: int64 [1, 16], spread over the vocabulary."""
-    vocabulary = _vocabulary(program)
+    vocabulary = vocabulary_of(program)
     steps = torch.arange(1, GOLDEN_TOKENS + 1)
     return ((steps * 7919 + steps * steps * 104729) % vocabulary)[None]
 
@@ -220,9 +232,9 @@ def available_memory() -> int:
     return max(free, 0)
 
 
-def _vocabulary(program: Program) -> int:
-    config = program.source.config
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(size, int):
+def vocabulary_of(program: Program) -> int:
+    """The rows of the model's table of token embeddings. Raises RewriterError where its config does not say."""
+    size = vocabulary_size(program.source.config)
+    if size is None:
         raise RewriterError(f"model type {program.source.model_type!r}: its config names no vocab_size")
     return size

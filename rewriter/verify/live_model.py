@@ -14,6 +14,7 @@ from torch import nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Opaque, Program
 from rewriter.verify.plain_model import plain_model
+from rewriter.weights.finite import require_finite
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -29,8 +30,11 @@ def opaque_modules(program: Program) -> dict[str, Opaque]:
 
 @functools.lru_cache(maxsize=1)
 def load_host(path: str, remote_code: bool, dtype: torch.dtype) -> nn.Module:
-    """The unmodified eager model of a checkpoint directory, in eval mode."""
-    return plain_model(path, remote_code)[0].to(dtype)
+    """The unmodified eager model of a checkpoint directory, in eval mode. Raises RewriterError where a weight is not
+    finite."""
+    model = plain_model(path, remote_code)[0].to(dtype)
+    require_finite(model.named_parameters(), path)
+    return model
 
 
 class Host:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rewriter.common.errors import VerificationError
 from rewriter.emit.manifest import Drift, mesh_of
 from rewriter.emit.output_files import PlannedFiles
 from rewriter.ir import Program
@@ -50,6 +51,11 @@ class RealWeights:
 
         self.progress("golden logits")
         tensors = {"input_ids": golden_tokens(self.program), "logits": golden_logits(self.single, self.written)}
+        if count := int((~tensors["logits"].isfinite()).sum()):
+            raise VerificationError(
+                f"golden logits: {count} of {tensors['logits'].numel()} are not finite, although every weight is. The "
+                "model computes beyond the range of fp32. --verify none writes it all the same"
+            )
         if (sharded := self._quantized(tensors["input_ids"])) is not None:
             tensors["sharded_logits"] = sharded[0, -1].float().contiguous()
         data: bytes = save(tensors)

@@ -18,13 +18,15 @@ from rewriter.weights import references
 def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
     """Check a written output again; returns names and figures of what held.
 
-    Every file's sha256; then, where the manifest has golden logits and memory allows, the adapted checkpoint's and the
-    sharded module's logits for the same tokens, the latter on as many real ranks as the manifest names. What is not run
-    is reported in words. Raises VerificationError for the first that differs, RewriterError for no such output.
+    Every file's sha256, and that weights are finite; then, where the manifest has golden logits and memory allows, the
+    adapted checkpoint's and the sharded module's logits for the same tokens, the latter on as many real ranks as the
+    manifest names. What is not run is reported in words. Raises VerificationError for the first that differs,
+    RewriterError for no such output.
     """
     root = Path(directory)
     manifest = read_manifest(root)
     check_files(root, manifest, progress=progress)
+    check_weights(root, manifest)
     table: dict[str, Any] = {"files with the hash of the manifest": len(manifest.files)}
     if manifest.golden is None:
         table["golden logits"] = "none were stored when this was written"
@@ -78,6 +80,23 @@ def check_files(
                 f"{root}: its manifest names {name!r}, outside the directory. `rewrite` did not write it so."
             )
         check_sha256(root / name, manifest.files[name])
+
+
+def check_weights(root: Path, manifest: Manifest) -> None:
+    """Read the weights of an output once. Raises VerificationError for one that is not finite, among those that its
+    ranks read, or all where ranks have files of their own."""
+    from rewriter.weights import Checkpoint
+    from rewriter.weights.finite import check_finite, watched
+
+    checkpoint = Checkpoint.open(root)
+    found = next((entry.weights for entry in manifest.runtime.values() if entry.weights is not None), None)
+    read: Iterable[Expression] = map(Tensor, checkpoint.tensors)
+    if found is not None:
+        read = references.RankWeights.open(root, root / found, 0).parameters.values()
+    try:
+        check_finite(checkpoint, watched(checkpoint, read))
+    except RewriterError as error:
+        raise VerificationError(str(error)) from error
 
 
 def check_headers(root: Path, manifest: Manifest) -> None:

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import VerificationError
 from rewriter.common.scratch import scratch_folder
+from rewriter.common.text_settings import context_length
 from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.ir import Program
 from rewriter.ops import SequencePlan

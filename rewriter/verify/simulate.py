@@ -69,8 +69,10 @@ def simulate(
 
 
 def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Every parameter of `program` in full, by runtime name. Raises RewriterError when it was traced from a config."""
+    """Every parameter of `program` in full, by runtime name. Raises RewriterError when it was traced from a config, and
+    for a parameter that is not finite."""
     from rewriter.weights import Checkpoint
+    from rewriter.weights.finite import require_finite
 
     if program.source.path is None:
         raise RewriterError(
@@ -82,6 +84,7 @@ def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str
         if parameter.expression is None:
             raise RewriterError(f"{name} is not in the checkpoint")
         loaded[name] = checkpoint.evaluate(parameter.expression)
+    require_finite(loaded.items(), program.source.path)
     return {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in loaded.items()}
 
 

@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
-from math import inf, prod
+from math import inf, isfinite, prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Slice
 from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
+from rewriter.weights.finite import Watched, first_broken, in_words, not_finite, placed, refused
 from rewriter.weights.header import BITS, encode_header
 from rewriter.weights.narrowing import is_dequantized
 from rewriter.weights.regions import fill, regions, tiles
@@ -72,6 +74,7 @@ def convert_files(
     *,
     link: bool = False,
     early: EarlyCopies | None = None,
+    watched: Watched = MappingProxyType({}),
     finished: Finished | None = None,
     workers: int | None = None,
 ) -> dict[Path, str]:
@@ -79,10 +82,11 @@ def convert_files(
 
     The copies' sources are files of the checkpoint or any others. A copy shares its blocks with the source where the
     file system can (reflink), and is a hard link only with `link`: a later save through such a link overwrites the
-    source. What `early` has begun to copy is taken from there. Everything is checked before the first file is created.
+    source. What `early` has begun to copy is taken from there. Everything is checked before the first file is created,
+    but that the tensors `watched` are finite, and stay so in the dtype that is written: that is seen on the way.
     `finished(path, sha256)` is called, from any thread but one at a time, when a file is complete and on the disk.
     Files of a failed conversion stay behind for the caller to delete. Raises RewriterError for expressions that do not
-    fit, a source that shrinks and a full disk; OSError otherwise.
+    fit, weights that are not finite, a source that shrinks and a full disk; OSError otherwise.
     """
     planned = [_plan(checkpoint, plan) for plan in plans]
     needed = sum(item.nbytes for items in planned for item in items)
@@ -95,15 +99,19 @@ def convert_files(
         if source not in begun:
             place = before.get(source, 0)
             sink = None if shared else partial(Sink, target)
-            streams.append(Stream(target, place, file_pieces(source, place), sink))
+            pieces = file_pieces(source, place)
+            if source in checkpoint.headers:
+                pieces = refused(checkpoint.headers[source].tensors, watched, source, pieces)
+            streams.append(Stream(target, place, pieces, sink))
     for plan, items in zip(plans, planned, strict=True):
-        streams.append(Stream(plan.path, 0, _shard_pieces(checkpoint, plan, items), partial(Sink, plan.path)))
+        streams.append(Stream(plan.path, 0, _shard_pieces(checkpoint, plan, items, watched), partial(Sink, plan.path)))
     # Copies read different files. Only shards have to wait for each other, and for copies of what they are made of.
     run = StreamRun(checkpoint, streams, finished, WINDOW if plans else inf)
     try:
         hashes = run.run(workers or processors())
         for source, target in begun.items():
             assert early is not None
+            early.check_finite(source, watched)
             hashes[target] = early.sha256(source) if link else early.take(source, target)
             if finished is not None:
                 finished(target, hashes[target])
@@ -174,14 +182,19 @@ def _plan(checkpoint: Checkpoint, plan: ShardPlan) -> list[_Planned]:
     return sorted(result, key=lambda item: (-BITS[item.dtype], item.span))
 
 
-def _shard_pieces(checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Planned]) -> Iterator[StreamPiece]:
+def _shard_pieces(
+    checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Planned], watched: Watched
+) -> Iterator[StreamPiece]:
     header = encode_header({item.name: (item.dtype, item.shape, item.nbytes) for item in items}, plan.metadata)
     yield from _constant(header)
     for item in items:
         element, done = BITS[item.dtype] // 8, 0
         computed = is_dequantized(item.expression)
         pieces = (_computed if computed else _moved)(checkpoint, item, element)
+        looks = not watched.keys().isdisjoint(item.expression.tensors())
         for nbytes, mapped, write in pieces:
+            if looks:
+                write = partial(_checked, checkpoint, item, write, done // element)
             yield StreamPiece(nbytes, item.span[0] + item.span[1] * done // item.nbytes, mapped, write)
             done += nbytes
 
@@ -207,6 +220,27 @@ def _computed(checkpoint: Checkpoint, item: _Planned, element: int) -> Iterator[
         for start in range(0, total, PIECE):
             end = min(start + PIECE, total)
             yield end - start, 2 * (end - start), partial(_put_range, values, start, end)
+
+
+def _checked(
+    checkpoint: Checkpoint, item: _Planned, write: Callable[[memoryview], None], before: int, target: memoryview
+) -> None:
+    """Write a piece of a tensor, after `before` elements of it. Raises RewriterError where one is not finite."""
+    write(target)
+    if (place := first_broken(target, item.dtype)) is None:
+        return
+    name, element = item.name, before + place
+    value = float(checkpoint.evaluate(item.expression).reshape(-1)[element])
+    where, file = placed(name, element, item.shape), checkpoint.info(next(item.expression.tensors())).file
+    if not isfinite(value):
+        raise not_finite(file, where, in_words(value))
+    import torch
+
+    most = torch.finfo(torch_dtype(item.dtype, name)).max
+    raise RewriterError(
+        f"{file}: {where} is {value:g}, and {item.dtype} holds at most {most:g}. Write another dtype (--dtype bf16 "
+        "or fp32)"
+    )
 
 
 def _bytes(checkpoint: Checkpoint, expression: Expression, dtype: str) -> memoryview:

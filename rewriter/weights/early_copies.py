@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from typing import Self
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
+from rewriter.weights.finite import NotFinite, Watched, looked_at
 from rewriter.weights.sink import BUFFER, Sink, reflink_into, unnamed
 from rewriter.weights.space import available, existing
 from rewriter.weights.streams import Stream, StreamRun, file_pieces, processors
@@ -36,6 +38,7 @@ class EarlyCopies:
         self.sources = checkpoint.files
         self._files: dict[Path, int] = {}
         self._sha256: dict[Path, Future[str]] = {source: Future() for source in self.sources}
+        self._broken: dict[Path, list[NotFinite]] = {source: [] for source in self.sources}
         streams = []
         try:
             for source in self.sources:
@@ -44,7 +47,11 @@ class EarlyCopies:
                     fd = self._files[source] = unnamed(directory)
                     if not reflink_into(fd, source):
                         sink = partial(_duplicate, source, fd)
-                streams.append(Stream(source, 0, file_pieces(source, size=BUFFER), sink))
+                tensors = checkpoint.headers[source].tensors
+                as_scales = {n: replace(i, dtype="F8_E8M0") for n, i in tensors.items() if i.dtype == "U8"}
+                pieces = file_pieces(source, size=BUFFER)
+                pieces = looked_at(pieces, source, {**tensors, **as_scales}, self._broken[source].append)
+                streams.append(Stream(source, 0, pieces, sink))
         except BaseException:
             self._close()
             raise
@@ -83,6 +90,13 @@ class EarlyCopies:
     def sha256(self, source: Path) -> str:
         """The hash of a file, once all of it was read. Raises what stopped the copying."""
         return self._sha256[source].result()
+
+    def check_finite(self, source: Path, names: Watched) -> None:
+        """Raise RewriterError where one of the tensors `names` in a file is not finite, once all of it was read."""
+        self.sha256(source)
+        for what in self._broken[source]:
+            if names.get(what.name) == what.dtype:
+                raise what.error(source)
 
     def take(self, source: Path, target: Path) -> str:
         """Give the copy of `source` the name `target`, once all of it is on the disk; returns its sha256."""

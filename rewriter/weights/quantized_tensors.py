@@ -14,6 +14,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.expressions import Dequantized, Expression, Tensor, Transpose
+from rewriter.common.text_settings import top_setting
 from rewriter.weights.checkpoint import Checkpoint
 
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
@@ -42,7 +43,7 @@ def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
     Weights are taken to stand for tensors of `usual_dtype`. Raises RewriterError for what cannot be read, by its name:
     the method, its bits and what else is special about it.
     """
-    said = config.get("quantization_config") or config.get("compression_config")
+    said = top_setting(config, "quantization_config", "compression_config")
     if not said:
         return None
     if not isinstance(said, Mapping):
@@ -70,7 +71,7 @@ def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
 def usual_dtype(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
     """The dtype, as safetensors calls it, that transformers loads a checkpoint in: the config's, or where that names
     none that of the first tensor of 16 bits or more."""
-    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    named = declared_dtype(config) or ""
     inside = sorted(checkpoint.headers[checkpoint.files[0]].tensors)
     first = next((dtype for name in inside if (dtype := checkpoint.dtypes[name]) in OF_TORCH.values()), "F32")
     return OF_TORCH.get(named, first)

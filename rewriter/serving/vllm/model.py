@@ -113,11 +113,12 @@ def with_generated_config(vllm_config: VllmConfig) -> None:
 def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
     """Give the decoder layers of `model` the wiring that config.json describes. Raises Unsupported."""
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
-    layers = decoder_layers(model, config.num_hidden_layers)
+    depth = config.get_text_config().num_hidden_layers
+    layers = decoder_layers(model, depth)
     blocks = {index: blocks_of(layer) for index, layer in layers.items()}
     forms = {index: form_of(layer, blocks[index], dtype) for index, layer in layers.items()}
     mergeable = all(form.mergeable for form in forms.values())
-    cuts = stage_ends(vllm_config.parallel_config.pipeline_parallel_size, config.num_hidden_layers)
+    cuts = stage_ends(vllm_config.parallel_config.pipeline_parallel_size, depth)
     schedule = schedule_of(config, cuts, mergeable)
     refuse_cuts(schedule, cuts, all(form.paired for form in forms.values()))
     previous: Any = None
