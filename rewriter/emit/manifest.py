@@ -79,12 +79,16 @@ class Runtime(_Part):
 
 
 class SourceEntry(_Part):
-    """The model that was rewritten. `files` are the sha256 of its weight files; `name` is a hub id or a bare name."""
+    """The model that was rewritten. `files` are the sha256 of its weight files; `name` is a hub id or a bare name.
+
+    `path` leads from the output to where it was, or from the home folder (`~/…`) to one in there.
+    """
 
     name: str
     model_type: str
     architecture: str
     files: dict[str, str]
+    path: str | None = None
 
 
 class Adapted(_Part):

@@ -99,7 +99,8 @@ def _require_own_code(directory: Path) -> None:
     for path in sorted(directory.glob("*.py")):
         if files.get(path.name) != hashlib.sha256(path.read_bytes()).hexdigest():
             raise RewriterError(
-                f"{path}: not the code that `rewrite` wrote, so it is not run. Rewrite the model again."
+                f"{path}: not the code that `rewrite` wrote, so it is not run. Rewrite the model again, or trust it: "
+                "--trust-remote-code"
             )
 
 
