@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
+from rewriter.emit.manifest import MANIFEST, Manifest, damage, healing, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
 from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.verify.shrink_sizes import HEADS, KV_HEADS
@@ -69,11 +69,12 @@ def serve_command(
         server = [sys.executable, "-m", SERVER] if trust else [_program("transformers") or "transformers", "serve"]
         _require_server()
         given = [*server, str(root), *trust, *arguments]
-        return ServeCommand(tuple(given), tuple(_notes_of_transformers(manifest)))
+        return ServeCommand(tuple(given), (*_notes_of_transformers(manifest), *_damage(root, manifest)))
     program, found = _vllm()
     ranks = _degree(root, manifest, tp)
     given = [*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *arguments]
-    return ServeCommand(tuple(given), tuple(_notes_of_vllm(root, manifest, ranks, found)))
+    notes = _notes_of_vllm(root, manifest, ranks, found)
+    return ServeCommand(tuple(given), (*notes, *_damage(root, manifest)))
 
 
 # --- the directory
@@ -192,6 +193,11 @@ def _refuse_ours(arguments: Sequence[str]) -> None:
 
 
 # --- what is said
+
+
+def _damage(root: Path, manifest: Manifest | None) -> list[str]:
+    found = None if manifest is None else damage(manifest)
+    return [] if found is None else [f"note: not healed: {found}. Heal it: {healing(root)}"]
 
 
 def _notes_of_transformers(manifest: Manifest | None) -> list[str]:
