@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.garbage import collector_paused
+from rewriter.common.packages import require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -323,6 +324,8 @@ def search(
     from rewriter.search.run import Asked
     from rewriter.search.run import search as run
 
+    if heal:
+        require("adapt", "--heal", "accelerate")
     place = Path(healed if healed is not None else f"{name_of(model)}-healed")
     asked = Asked(
         Workload(batch, prompt, generate, graphed, tp, sp, nodes), Cluster(fabric, tuple(what_if), library), loss, text,

