@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rewriter.common.errors import RewriterError, shortened
+from rewriter.common.files import name_of
 from rewriter.common.garbage import collector_paused
+from rewriter.common.packages import require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -322,7 +324,9 @@ def search(
     from rewriter.search.run import Asked
     from rewriter.search.run import search as run
 
-    place = Path(healed if healed is not None else f"{Path(model).name}-healed")
+    if heal:
+        require("adapt", "--heal", "accelerate")
+    place = Path(healed if healed is not None else f"{name_of(model)}-healed")
     asked = Asked(
         Workload(batch, prompt, generate, graphed, tp, sp, nodes), Cluster(fabric, tuple(what_if), library), loss, text,
         seed=seed, healing=Healing(heal, place) if heal else None,
@@ -455,11 +459,16 @@ def _other_degree(manifest: Manifest) -> str:
     return "`rewrite reshard DIR --tp N` adds one."
 
 
-def export_onnx(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
-    """Write the single-device model of an output directory as ONNX, with positions and without cache."""
+def export_onnx(
+    directory: str | os.PathLike[str], file: str | os.PathLike[str], *, trust_remote_code: bool = False
+) -> None:
+    """Write the single-device model of an output directory as ONNX, with positions and without cache.
+
+    The directory's own code runs only if it is what its manifest says, or with `trust_remote_code`.
+    """
     from rewriter.emit.onnx import export_onnx
 
-    export_onnx(Path(directory), Path(file))
+    export_onnx(Path(directory), Path(file), trust_remote_code=trust_remote_code)
 
 
 def _tokenizer(root: Path, trust_remote_code: bool) -> Any:

@@ -69,7 +69,13 @@ def test_the_loss_falls_and_the_result_is_what_was_measured(plain: Path) -> None
 
 
 def test_the_result_says_what_was_done(plain: Path) -> None:
-    card = " ".join((plain / "README.md").read_text().split())
+    text, losses = (plain / "README.md").read_text(), read_manifest(plain).adaptation.losses
+    first = text.split("\n# ")[1].split("\n\n")[1]
+    assert first == (
+        f"> **Healed** by a fine-tuning on 2,304 tokens: its loss was {losses['before']:.4f} nats per target after the "
+        f"rewrite and is {losses['after']:.4f} now; the original's is {losses['original']:.4f}."
+    )
+    card = " ".join(text.split())
     assert "## Fine-tuning" in card
     for part in ("text-60-0.jsonl", "6 steps of 8 rows of 48 tokens", "0.01", "after training, as stored"):
         assert part in card

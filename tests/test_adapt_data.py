@@ -426,5 +426,5 @@ def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         load_rows("owner/name", shared(), length=8)
     assert asked == [("owner/name", "test"), ("owner/name", "train")]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RewriterError, match=r"^owner/name: no such file.*pip install datasets"):
+    with pytest.raises(RewriterError, match=r"^owner/name: no such file.*pip install 'rewriter\[adapt\]'"):
         load_rows("owner/name", shared(), length=8)

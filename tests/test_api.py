@@ -27,6 +27,7 @@ from rewriter.common.expressions import Reference
 from rewriter.convert import conversion as convert_module
 from rewriter.convert.report import ConversionReport
 from rewriter.emit import output_files
+from rewriter.emit.card import model_card
 from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.verify import saved_output, shrunken_check, subprocess_logits
 
@@ -139,6 +140,15 @@ def test_the_card_says_what_this_is(written: tuple[Path, Any]) -> None:
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["base_model"] == "small-llama"
     assert front["license"] == "apache-2.0"
+    first = card.split("\n# ")[1].split("\n\n")[1]
+    drift = read_manifest(written[0]).verification.drift
+    assert drift is not None
+    assert first.startswith(f"> **Damaged until it is healed**: its predictions are {drift.kl:.3g} nats (KL) from")
+    assert "`rewrite adapt THIS_DIRECTORY --out healed --tokens 24576` heals it" in first
+    exact = read_manifest(written[0])
+    for entry in exact.passes:
+        entry.kind = "exact"
+    assert "> **" not in model_card(exact)
     assert "trust_remote_code=True" in card
     recipe = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert recipe == read_manifest(written[0]).recipe

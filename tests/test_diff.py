@@ -18,8 +18,10 @@ from rewriter import api
 from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.analysis.layer_wiring import each_layer, wired_layers
 from rewriter.cli import main
+from rewriter.convert.reopened import find_source, recorded_path
 from rewriter.convert.report import ConversionReport
 from rewriter.diff.tensors import tensors_between
+from rewriter.emit.manifest import read_manifest
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 from rewriter.weights import Checkpoint
@@ -69,6 +71,44 @@ def test_an_output_beside_its_source(written: Path, source: Path, capsys: pytest
     assert modeling["before"].endswith("transformers' own")
     assert data["tensors"]["changed"] == []
     assert data["tensors"]["same"] == len(Checkpoint.open(source).tensors)
+
+
+def test_the_source_is_found_where_it_was_or_nearby(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    shutil.copytree(source, "../models/a/small")
+    out = Path("../outputs/today/out")
+    api.convert("../models/a/small", "ladder", out=out, tp=2, verify="none")
+    manifest = read_manifest(out)
+    assert manifest.source.path == "../../../models/a/small"
+    assert main(["diff", str(out)]) == 0
+    assert "is not here" not in capsys.readouterr().out
+
+    (here / "moved").mkdir()  # both
+    for folder in ("models", "outputs"):
+        shutil.move(tmp_path / folder, "moved")
+    out = Path("moved/outputs/today/out")
+    place = find_source(out, manifest)
+    assert place is not None
+    assert place.resolve() == here / "moved/models/a/small"
+
+    shutil.move(place, "other")
+    shutil.copytree(out, tmp_path / "out")
+    assert find_source(tmp_path / "out", manifest) == here / "other"
+    faults.spoil_tensor(Path("other"), f"{LAYERS}.1.mlp.up_proj.weight", lambda t: t * 2)
+    assert main(["diff", str(tmp_path / "out")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the source, ../../../models/a/small, is not here: tensors were not compared. Give --source DIR" in told
+
+
+def test_a_place_in_the_home_folder_is_named_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home/ada"))
+    assert recorded_path(tmp_path / "home/ada/models/a", tmp_path / "out") == "~/models/a"
+    assert recorded_path(tmp_path / "home/ada/models/a", tmp_path / "home/ada/out") == "../models/a"
+    assert recorded_path(tmp_path / "models/a", tmp_path / "home/ada/out") == "../../../models/a"
 
 
 def test_two_outputs_of_one_recipe_are_the_same(written: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from rewriter.cli import app, main
 from rewriter.doctor import checks, report
 from rewriter.doctor.checks import TRIED
-from rewriter.doctor.report import SERVER, examine
+from rewriter.doctor.report import examine
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,10 +91,11 @@ def test_without_a_compiler_compile_does_not_work(monkeypatch: pytest.MonkeyPatc
 
 
 def test_packages_that_commands_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = checks.present
-    monkeypatch.setattr(checks, "present", lambda name: name not in ("onnxscript", "accelerate") and right(name))
+    right = report.present
+    monkeypatch.setattr(report, "present", lambda name: name not in ("onnxscript", "accelerate") and right(name))
     assert works("export") == ("no", "onnxscript (pip install 'rewriter[onnx]')")
-    assert works("adapt")[0] == "no"
+    assert works("adapt") == ("no", "accelerate (pip install 'rewriter[adapt]')")
+    assert works("search") == ("in part", "--heal needs what adapt does")
     assert works("verify") == ("yes", "")
 
 
@@ -179,7 +180,6 @@ def test_what_was_tried_is_supported_and_tested() -> None:
     from rewriter.serving import command
 
     assert TRIED["vllm"] == command.TRIED
-    assert command.NEEDED == SERVER
 
 
 def test_the_readmes_badges_are_what_is_supported() -> None:

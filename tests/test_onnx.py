@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import zoo
 from onnx import TensorProto, helper
 
+from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.emit import onnx as emit_onnx
 from rewriter.emit.onnx import export_onnx
@@ -112,7 +114,16 @@ def test_the_missing_extra_is_named(package: str, tmp_path: Path, monkeypatch: p
         export("llama", "all", tmp_path / "model.onnx")
 
 
-def test_code_that_no_manifest_vouches_for_is_not_run(tmp_path: Path) -> None:
-    with pytest.raises(RewriterError, match=r"no rewrite\.json"):
-        export_onnx(emitted.emitted("llama", "all"), tmp_path / "model.onnx")
+def test_code_that_no_manifest_vouches_for_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(model: torch.nn.Module, path: Path) -> None:
+        raise RewriterError(f"{type(model).__module__} runs")
+
+    monkeypatch.setattr(emit_onnx, "_write", write)
+    words = ["export", str(emitted.emitted("llama", "all")), "--onnx", str(tmp_path / "model.onnx")]
+    assert main(words) == 2
+    assert "no rewrite.json" in capsys.readouterr().err
+    assert main([*words, "--trust-remote-code"]) == 2
+    assert re.search(r"error: transformers_modules\.\S+ runs", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []

@@ -65,6 +65,7 @@ def test_a_conversion_measures_the_ranks_and_leaves_the_checkpoint_exact(tmp_pat
     assert "sharded_logits" in load_file(out / GOLDEN)
     card = " ".join((out / "README.md").read_text().split())
     assert "8 all-reduces of a forward pass travel as `int8`" in card
+    assert "Damaged" not in card  # the checkpoint computes the original's function
     assert "520 bytes per token with scales instead of 2,048 (25%)" in card
     assert any("sharded module" in name and value <= 0.5 for name, value in verify(out).items() if name != "note")
 

@@ -25,6 +25,7 @@ from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import json_text
+from rewriter.common.packages import require
 from rewriter.common.text_settings import stream_width
 from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.conversion import ProgressCall, silent
@@ -80,6 +81,9 @@ def adapt(
     opened, final = open_output(directory), Path(os.path.abspath(out))
     known = teacher is not None or opened.manifest.adaptation is None
     chosen = (options or Options()).resolved(known)
+    require("adapt", "rewrite adapt", "accelerate")
+    if chosen.lora:
+        require("adapt", "--lora", "peft")
     given = settings_of.check_settings(chosen.settings)
     student_setup.require_serves(opened, chosen)
     place = place_of(final)

@@ -19,6 +19,7 @@ from rewriter.adapt.student_setup import Student
 from rewriter.adapt.students import HuggingFaceModel, base_of
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
 from rewriter.convert.conversion import save
+from rewriter.convert.reopened import taken_over
 from rewriter.convert.rewritten_source import rewritten, write_source
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry
@@ -124,13 +125,15 @@ def _seconds(run: Path) -> float:
 
 def write(run: Run, out: Path, done: AdaptationEntry, verify: Level) -> None:
     """Rewrite the trained weights by the recipe, and write the output directory."""
+    source = taken_over(run.opened.manifest.source, run.opened.root, out)
     logged = [run.place / METRICS, *sorted((run.place / "tensorboard").glob("*tfevents*"))]
     save(
         rewritten(run.opened, run.place / "trained"),
         out,
-        name=run.opened.manifest.source.name,
+        name=source.name,
         verify=verify,
         adaptation=done,
+        original=source,
         beside={f"training/{file.name}": file for file in logged},
         progress=run.progress,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.packages import require
 
 SHOWN_FAULTS = 10
 _SUFFIXES = {".jsonl", ".json", ".gz", ".zst", ".txt", ".csv", ".parquet"}
@@ -112,13 +113,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_hub(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     name, _, split = source.partition(":")
     split = split or "train"
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise RewriterError(
-            f"{source}: no such file, and reading it as a data set of the Hub needs the package datasets. "
-            "Correct the path, or: pip install datasets"
-        ) from error
+    require("adapt", f"{source}: no such file, and reading it as a data set of the Hub", "datasets")
+    from datasets import load_dataset
+
     try:
         rows = load_dataset(name, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # not found, no network, no such split, a script

@@ -217,10 +217,8 @@ def _write_student(run: Run, place: Path) -> None:
 
 
 def _with_adapters(module: nn.Module, rank: int, opened: Opened) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise RewriterError("--lora needs the package peft: pip install peft") from None
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     try:
         return get_peft_model(module, config)

@@ -18,6 +18,7 @@ from rewriter.bisect.recording import record
 from rewriter.bisect.values import Ranks
 from rewriter.bisect.written import compare_written, run_checkpoint, run_ranks
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
 from rewriter.emit.manifest import Manifest, mesh_name, ranks_of, read_manifest
@@ -51,7 +52,7 @@ def bisect_output(
     """
     root = Path(directory)
     manifest = read_manifest(root)
-    found = Bisection(f"{root.name}, {manifest.recipe.get('name', 'passes')} on {mesh_name(manifest.mesh)}")
+    found = Bisection(f"{name_of(root)}, {manifest.recipe.get('name', 'passes')} on {mesh_name(manifest.mesh)}")
     progress("hashing")
     changed = changed_files(root, manifest)
     found.steps.append(Step("files", not changed, note=", ".join(changed[:3])))

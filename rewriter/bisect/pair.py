@@ -24,6 +24,7 @@ from rewriter.bisect.values import Ranks, difference, relation
 from rewriter.bisect.written import UNSEEN, Seen, run_checkpoint, run_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Tensor
+from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import reopen
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, ranks_of, read_manifest
@@ -102,7 +103,7 @@ def _weights(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> None
             found.fault = Fault(*where, f"{lacking} has no tensor {name}", name)
         else:
             values = ours.evaluate(Tensor(name)), theirs.evaluate(Tensor(name))
-            found.fault = tensors_part(where, name, *values, f"that of {b.root.name}")
+            found.fault = tensors_part(where, name, *values, f"that of {name_of(b.root)}")
         if found.fault is not None:
             break
     found.steps.append(Step(WEIGHTS, found.fault is None))
@@ -129,7 +130,7 @@ def _recipes(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> None
         name = (ours or theirs).name
         stage = _stage(name, exact(last[0]), exact(last[1]), ids)
         error = logits_error(stage)
-        only = "" if ours is not None and theirs is not None else f"only in {(a if ours else b).root.name}"
+        only = "" if ours is not None and theirs is not None else f"only in {name_of((a if ours else b).root)}"
         found.steps.append(Step(name, error <= stage.limit, error, only))
         if error > stage.limit:
             found.fault = locate(stage)

@@ -11,6 +11,7 @@ from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.bisect.finding import Bisection
 from rewriter.bisect.passes import Material, bisect_passes
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.ir import Program
@@ -53,7 +54,7 @@ def bisect_recipe(
     progress("tracing")
     traced = trace(model, trust_remote_code=trust_remote_code)
     passes = calibrate(loaded, traced, tp, None, progress).build()
-    found = Bisection(f"{Path(model).name}, {loaded.name} on {on_ranks(mesh)}")
+    found = Bisection(f"{name_of(model)}, {loaded.name} on {on_ranks(mesh)}")
     with scratch_folder("bisect") as scratch:
         if weights == "real":
             material = real_material(traced)

@@ -134,8 +134,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place = f"{named}: " if named else ""
         return _fail(f"{place}{error.strerror or error}. REWRITER_DEBUG=1 shows the traceback.", 1)
     except Exception as error:
+        if (advice := _missing_package(error)) is not None:
+            return _fail(advice, 2)
         hint = "This is a fault of rewriter. REWRITER_DEBUG=1 shows the traceback."
         return _fail(f"{type(error).__name__}: {' '.join(str(error).split()):.400}. {hint}", 1)
+
+
+def _missing_package(error: Exception) -> str | None:
+    """What to install, where an error is that of a package which is not here; transformers says it in its own words."""
+    if not isinstance(error, ImportError):
+        return None
+    name, text = (error.name or "").partition(".")[0], " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError) and name not in ("", "rewriter"):
+        return f"this needs the package {name}, which is not installed. Install it: pip install {name}."
+    return f"{text:.400}" if "pip install" in text or "not found in your environment" in text else None
 
 
 def _refuse_other_bytes(words: Sequence[str]) -> None:

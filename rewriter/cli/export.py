@@ -13,9 +13,13 @@ from rewriter.cli import options
 def export(
     directory: options.Output,
     onnx: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the ONNX model.")],
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Write the single-device model as ONNX, with positions and without cache, checked against onnxruntime."""
+    """Write the single-device model as ONNX, with positions and without cache, checked against onnxruntime.
+
+    Code that is not as `rewrite` wrote it runs only with --trust-remote-code.
+    """
     from rewriter import api
 
-    api.export_onnx(directory, onnx)
+    api.export_onnx(directory, onnx, trust_remote_code=trust_remote_code)
     typer.echo(f"wrote {onnx}")

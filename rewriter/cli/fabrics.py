@@ -1,4 +1,4 @@
-"""`rewrite fabrics`: list, show, import, calibrate."""
+"""`rewrite fabrics`: list, show, validate, import, calibrate."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="List the fabrics that ship, show one, or measure one of your own.", rich_markup_mode=None)
+from rewriter.cli import options
+
+app = typer.Typer(
+    help="List the fabrics that ship, show one, check a file, or measure one of your own.", rich_markup_mode=None
+)
 
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The fabric's file, ending in .yaml.")]
-JsonList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
 
 
 @app.callback(invoke_without_command=True)
-def default(context: typer.Context, as_json: JsonList = False) -> None:
-    """List the fabrics that ship, show one, or measure one of your own."""
-    if context.invoked_subcommand is None:
-        listing(as_json)
-    elif as_json:
-        raise typer.BadParameter(f"--json stands after {context.invoked_subcommand}, where that has it")
+def default(context: typer.Context, as_json: options.JsonList = False) -> None:
+    """List the fabrics that ship, show one, check a file, or measure one of your own."""
+    options.list_by_default(context, as_json, listing)
 
 
 @app.command("list")
-def listing(as_json: JsonList = False) -> None:
+def listing(as_json: options.JsonList = False) -> None:
     """List the fabrics that ship."""
     from rewriter.cli.fabric_tables import print_fabrics
     from rewriter.fabric import fabrics, load_fabric
@@ -41,6 +41,14 @@ def show(
     from rewriter.fabric import load_fabric
 
     print_fabric(load_fabric(fabric), as_json)
+
+
+@app.command()
+def validate(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+    """Check a fabric's file: every fault at once, each with its line."""
+    from rewriter.fabric import load_fabric
+
+    typer.echo(f"{file}: a valid fabric: {load_fabric(file).summary}")
 
 
 @app.command("import")

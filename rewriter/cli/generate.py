@@ -61,6 +61,15 @@ def generate(
         )  # fmt: skip
     finally:
         show.end_line()
+    _note_damage(directory)
+
+
+def _note_damage(directory: Path) -> None:
+    """Say why the text may be poor."""
+    from rewriter.emit.manifest import MANIFEST, damage, healing, read_manifest
+
+    if (directory / MANIFEST).is_file() and (found := damage(read_manifest(directory))) is not None:
+        typer.echo(f"note: not healed: {found}. Heal it: {healing(directory)}", err=True)
 
 
 class Display:

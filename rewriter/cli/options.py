@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +23,17 @@ SequenceRanks = Annotated[int, _Count("--sp", help="Sequence-parallel ranks: eac
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model's own Python files. Never done without.")
 ]
+JsonList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+
+
+def list_by_default(context: typer.Context, as_json: bool, listing: Callable[[bool], None]) -> None:
+    """What a command with commands of its own does where none of them is named."""
+    if context.invoked_subcommand is None:
+        listing(as_json)
+    elif as_json:
+        raise typer.BadParameter(f"--json stands after {context.invoked_subcommand}, where that has it")
+
 
 # --- of `predict` ---
 
@@ -99,7 +110,7 @@ SearchSeed = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of 
 
 SourceModel = Annotated[
     Path | None,
-    typer.Option("--source", metavar="DIR", help="The model that A was made of. Without it: where its name leads."),
+    typer.Option("--source", metavar="DIR", help="The model that A was made of. Without it: where it was, or nearby."),
 ]
 
 # --- of `generate` ---

@@ -8,13 +8,26 @@ from typing import Annotated
 
 import typer
 
+from rewriter.cli import options
+
 app = typer.Typer(help="List the recipes that ship, show one, or check a file of your own.", rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
-def listing(context: typer.Context) -> None:
+def default(context: typer.Context, as_json: options.JsonList = False) -> None:
     """List the recipes that ship, show one, or check a file of your own."""
-    if context.invoked_subcommand is not None:
+    options.list_by_default(context, as_json, listing)
+
+
+@app.command("list")
+def listing(as_json: options.JsonList = False) -> None:
+    """List the recipes that ship."""
+    if as_json:
+        from json import dumps
+
+        from rewriter.recipes.catalogue import entries
+
+        typer.echo(dumps([entry._asdict() for entry in entries()], indent=2, ensure_ascii=False))
         return
     from rich.console import Console
 
@@ -31,7 +44,7 @@ def listing(context: typer.Context) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+def show(name: Annotated[str, typer.Argument(metavar="NAME|FILE")]) -> None:
     """Print a recipe's YAML file."""
     from rewriter.common.yaml_documents import read_file
     from rewriter.recipes.catalogue import find

@@ -16,6 +16,11 @@ MAX_DEPTH = 64  # levels of a JSON file; code that walks through it calls itself
 MOST_TEXT = 256 << 20  # bytes of a file of prompts, or of text to measure on
 
 
+def name_of(path: str | os.PathLike[str]) -> str:
+    """The last part of a path, of `.` and `..` too that of the folder that they are."""
+    return os.path.basename(os.path.abspath(path))
+
+
 def require_place(path: Path, option: str, more_beside: bool = False) -> None:
     """Refuse what cannot be written, before any work is done for it: directories, disks, and where `more_beside` says
     that more is written beside it, all but files. Raises RewriterError."""

@@ -16,6 +16,7 @@ from rewriter.convert.early import kept_copies
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.preflight import require_room
+from rewriter.convert.reopened import recorded_path
 from rewriter.convert.report import ConversionReport, communication, unused_note, verification_table
 from rewriter.convert.reshard import remove_interrupted, reshard
 from rewriter.convert.save_options import Level, SaveOptions
@@ -30,6 +31,7 @@ from rewriter.emit.manifest import (
     Drift,
     Golden,
     Manifest,
+    SourceEntry,
     mesh_name,
     mesh_of,
     read_manifest,
@@ -134,6 +136,7 @@ def save(
     skipped: Sequence[tuple[str, str]] = (),
     progress: ProgressCall = silent,
     adaptation: AdaptationEntry | None = None,
+    original: SourceEntry | None = None,
     beside: Mapping[str, Path] | None = None,
     early: EarlyCopies | None = None,
     **options: Any,
@@ -142,8 +145,8 @@ def save(
     `skipped` names passes that were not applied, with reasons; `options` are those of `SaveOptions`.
 
     `adaptation` says that the program's weights were trained after the rewrite, and how: their drift is then not
-    measured, since the same weights under the original wiring are not the original. `beside` are further files to copy
-    into the directory, by their names there. `early` may have begun to copy the weights.
+    measured, since the same weights under the original wiring are not the original, whose entry is `original`. `beside`
+    are further files to copy into the directory, by their names there. `early` may have begun to copy the weights.
 
     Raises RewriterError and VerificationError as `convert` does.
     """
@@ -186,6 +189,8 @@ def save(
         hashes = output_files.write(layout, output, chosen.link, progress, early)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
         manifest.unused = [] if chosen.drop_unused else sorted(program.source.unused)
+        manifest.source.path = recorded_path(layout.checkpoint.directory, output.final)
+        manifest.source = original or manifest.source
         _write_checked(program, layout, output, chosen, found, manifest, beside or {}, progress)
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import open_output, rewritten, write_source
 from rewriter.emit import output_files
-from rewriter.emit.manifest import Manifest
+from rewriter.emit.manifest import MANIFEST, Manifest, SourceEntry
 from rewriter.emit.output_directory import sha256_of
 from rewriter.ir import Program
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
+
+_NEARBY = 500  # models that are looked at, where a source is not where it was
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Reopened:
 
 
 def find_source(root: Path, manifest: Manifest, given: str | os.PathLike[str] | None = None) -> Path | None:
-    """The directory of the model that was rewritten: `given`, or where its name leads; None where it is not here.
+    """The directory of the model that was rewritten: `given`, or the first of where it was, where its name leads, the
+    Hub's cache and the folders nearby that has its weights; None where none has.
 
     Raises RewriterError where `given` is no directory, or its weights are not those that the manifest names.
     """
@@ -56,16 +60,44 @@ def find_source(root: Path, manifest: Manifest, given: str | os.PathLike[str] | 
                 f"--source {given}: {other} is not the one that was rewritten. Give the model that {root} was made of"
             )
         return found
-    for place in (Path(name), root.parent / name, root.parent / Path(name).name):
+    for place in _places(Path(os.path.abspath(root)), manifest.source):
         if place.is_dir() and place.resolve() != root.resolve() and _other_file(place, manifest) is None:
             return place
+    return None
+
+
+def recorded_path(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
+    """The `path` of a manifest. It is published with the output, so it does not name the user's home folder."""
+    there, here, home = (Path(os.path.realpath(place)) for place in (source, out, Path.home()))
+    if there.is_relative_to(home) and not here.is_relative_to(home):
+        return (Path("~") / there.relative_to(home)).as_posix()
+    return Path(os.path.relpath(there, here)).as_posix()
+
+
+def taken_over(entry: SourceEntry, root: Path, out: Path) -> SourceEntry:
+    """The entry of the output in `root`, for one in `out` that is made of it."""
+    if entry.path is None:
+        return entry
+    place = root.resolve() / os.path.expanduser(entry.path)
+    return entry.model_copy(update={"path": recorded_path(place, out)})
+
+
+def _places(root: Path, entry: SourceEntry) -> Iterator[Path]:
+    """Where a source may be, the likeliest first."""
+    roots = dict.fromkeys((root, root.resolve()))
+    if entry.path is not None:
+        yield from (place / os.path.expanduser(entry.path) for place in roots)
+    yield Path(entry.name)
+    yield from (place.parent / name for place in roots for name in dict.fromkeys((entry.name, Path(entry.name).name)))
     with suppress(Exception):  # no such id, none in the cache
         from huggingface_hub import snapshot_download
 
-        place = Path(snapshot_download(name, local_files_only=True))
-        if _other_file(place, manifest) is None:
-            return place
-    return None
+        yield Path(snapshot_download(entry.name, local_files_only=True))
+    around = dict.fromkeys(place.resolve() for place in (*(place.parent for place in roots), Path()))
+    configs = (file for place in around for depth in ("*", "*/*") for file in place.glob(f"{depth}/config.json"))
+    for config in islice(configs, _NEARBY):
+        if not (config.parent / MANIFEST).exists() and all((config.parent / name).is_file() for name in entry.files):
+            yield config.parent
 
 
 def _other_file(directory: Path, manifest: Manifest) -> str | None:

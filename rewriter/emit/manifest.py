@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,16 @@ class Runtime(_Part):
 
 
 class SourceEntry(_Part):
-    """The model that was rewritten. `files` are the sha256 of its weight files; `name` is a hub id or a bare name."""
+    """The model that was rewritten. `files` are the sha256 of its weight files; `name` is a hub id or a bare name.
+
+    `path` leads from the output to where it was, or from the home folder (`~/…`) to one in there.
+    """
 
     name: str
     model_type: str
     architecture: str
     files: dict[str, str]
+    path: str | None = None
 
 
 class Adapted(_Part):
@@ -217,6 +222,27 @@ class Manifest(_Part):
     def table(self) -> dict[str, Any]:
         """Plain JSON data, without the job, which the output directory adds itself."""
         return self.model_dump(by_alias=True, exclude={"job"}, mode="json")
+
+
+def damage(manifest: Manifest) -> str | None:
+    """How far the function is from the original's, in words, where a recipe changed it and nothing has healed it since.
+
+    None where the single-device model computes the original's function, and after any fine-tuning.
+    """
+    changed = manifest.adapted.modeling is not None and any(entry.kind == "approximating" for entry in manifest.passes)
+    if not changed or manifest.adaptation is not None:
+        return None
+    if (drift := manifest.verification.drift) is None:
+        return "it computes another function than the original; how far off was not measured"
+    return (
+        f"its predictions are {drift.kl:.3g} nats (KL) from the original's on {drift.tokens:,} tokens, its perplexity "
+        f"{drift.perplexity_after:.4g} instead of {drift.perplexity_before:.4g}"
+    )
+
+
+def healing(directory: str | os.PathLike[str]) -> str:
+    """The command that heals the output in `directory`."""
+    return f"rewrite adapt {shlex.quote(os.fspath(directory))} --out healed --tokens 24576"
 
 
 def mesh_of(program: Program) -> dict[str, int]:

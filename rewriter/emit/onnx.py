@@ -23,6 +23,7 @@ from torch import nn
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
+from rewriter.common.packages import require
 from rewriter.emit.manifest import read_manifest
 from rewriter.tracing.length_rotary import rotary_by_length
 
@@ -42,7 +43,9 @@ def export_onnx(directory: Path, file: Path, *, trust_remote_code: bool = False)
     Raises RewriterError when the onnx extra is not installed, `file` exists or its directory does not, the directory
     holds no model, or its code was changed; VerificationError when onnxruntime computes something else.
     """
-    runtime = _onnxruntime()
+    require("onnx", "ONNX export")
+    import onnxruntime
+
     data = file.with_name(f"{file.name}.data")
     for target in (file, data):
         if target.exists():
@@ -53,25 +56,13 @@ def export_onnx(directory: Path, file: Path, *, trust_remote_code: bool = False)
     staging = Path(tempfile.mkdtemp(prefix=f".{file.name}.writing-", dir=file.parent))
     try:
         _write(model, staging / file.name)
-        _check(model, runtime, staging / file.name)
+        _check(model, onnxruntime, staging / file.name)
         for name in (data.name, file.name):  # the graph last: it is what says that the export is complete
             if (staging / name).exists():
                 _sync(staging / name)
                 os.rename(staging / name, file.with_name(name))
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _onnxruntime() -> Any:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise RewriterError(
-            f"ONNX export needs the package {error.name}. Install the extra: pip install 'rewriter[onnx]'."
-        ) from error
-    return onnxruntime
 
 
 def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
@@ -100,7 +91,8 @@ def _require_own_code(directory: Path) -> None:
     for path in sorted(directory.glob("*.py")):
         if files.get(path.name) != hashlib.sha256(path.read_bytes()).hexdigest():
             raise RewriterError(
-                f"{path}: not the code that `rewrite` wrote, so it is not run. Rewrite the model again."
+                f"{path}: not the code that `rewrite` wrote, so it is not run. Rewrite the model again, or trust it: "
+                "--trust-remote-code"
             )
 
 

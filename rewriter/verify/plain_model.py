@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 _E2M1 = [
     (-1) ** (n >> 3) * (2.0 ** ((n >> 1 & 3) - 1) * (1 + (n & 1) / 2) if n >> 1 & 3 else (n & 1) / 2) for n in range(16)
 ]
+_SAID = ("quantization_config", "compression_config")
 _FP8_SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 _ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", "qscale_act")
 
@@ -33,7 +34,8 @@ class PlainTensors:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         root = Path(directory)
         config = json.loads((root / "config.json").read_text(encoding="utf-8"))
-        self.said = config.get("quantization_config") or config.get("compression_config") or {}
+        places = [(part, key) for part in (config, config.get("text_config") or {}) for key in _SAID]
+        self.said = next((part[key] for part, key in places if part.get(key)), {})
         self.method = str(self.said.get("quant_method", "")).replace("_", "-")
         index = root / "model.safetensors.index.json"
         single = not index.is_file() or (root / "model.safetensors").is_file()
@@ -183,7 +185,7 @@ def _loaded(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
-    said = [name for name in ("quantization_config", "compression_config") if getattr(config, name, None)]
+    said = [name for name in _SAID if getattr(config, name, None)]
     plain = PlainTensors(directory)
     if not said and plain.loadable:
         return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=remote_code, **options)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.expressions import Dequantized, Expression, Tensor, Transpose
-from rewriter.common.text_settings import top_setting
+from rewriter.common.text_settings import declared_dtype, top_setting
 from rewriter.weights.checkpoint import Checkpoint
 
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})

@@ -1,0 +1,30 @@
+"""Packages that some commands need beyond those that every installation has: the extras of pyproject.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from rewriter.common.errors import RewriterError
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "adapt": ("accelerate", "datasets", "peft", "tensorboard"),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "serve": ("fastapi", "openai", "uvicorn"),  # what `transformers serve` asks for
+}
+
+
+def present(name: str) -> bool:
+    """Whether a package can be imported; it is not."""
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def require(extra: str, what: str, *names: str) -> None:
+    """Raise RewriterError, with the extra to install, unless the packages that `what` needs are here: all of the extra,
+    or those of `names`."""
+    if missing := [name for name in names or EXTRAS[extra] if not present(name)]:
+        packages = f"package{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        raise RewriterError(f"{what} needs the {packages}. Install the extra: pip install 'rewriter[{extra}]'")
