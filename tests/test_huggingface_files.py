@@ -42,27 +42,10 @@ class LadderLlamaDecoderLayer(LlamaDecoderLayer):
     takes = 2
     gives = 2
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, **kwargs):
         hidden_states, earlier_states = hidden_states.chunk(2, dim=-1)
         input_layernorm = self.input_layernorm(earlier_states)
-        self_attn = self.self_attn(
-            hidden_states=input_layernorm,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )[0]
+        self_attn = self.self_attn(hidden_states=input_layernorm, **kwargs)[0]
         after_self_attn = hidden_states + self_attn
         post_attention_layernorm = self.post_attention_layernorm(hidden_states)
         mlp = self.mlp(post_attention_layernorm)
@@ -141,10 +124,10 @@ def test_ranks_do_not_show_in_the_checkpoint(ranks: int) -> None:
 
 
 def test_layers_that_return_tuples_keep_doing_so() -> None:
-    """GPT-J's model reads element 0 of what its layer returns, Llama's reads the tensor itself."""
+    """BLOOM's model reads element 0 of what its layer returns, Llama's reads the tensor itself."""
     llama = emitted.program("llama").source
-    gptj = dataclasses.replace(llama, module="transformers.models.gptj.modeling_gptj", layer_class="GPTJBlock")
-    assert (returned_values(llama), returned_values(gptj)) == (None, 2)
+    bloom = dataclasses.replace(llama, module="transformers.models.bloom.modeling_bloom", layer_class="BloomBlock")
+    assert (returned_values(llama), returned_values(bloom)) == (None, 2)
     layer = PrintedLayer(("hidden_states",), ("total",), (("total", "        total = hidden_states + attn"),))
     assert layer.text(None) == "        return hidden_states + attn"
     assert layer.text(2) == "        total = hidden_states + attn\n        return (total, None)"

@@ -27,7 +27,7 @@ from rewriter.passes.sequence_parallel import SequenceParallel
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.verify import shrunken_check, subprocess_logits
 from rewriter.verify.comparison import Verification
-from rewriter.verify.shrink import shrink
+from rewriter.tracing.shrink import shrink
 from rewriter.verify.shrunken_check import check_shrunken, compare_emitted
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-llama"

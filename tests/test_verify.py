@@ -28,8 +28,8 @@ from rewriter.verify.drift import calibration_tokens, drift, golden_logits, gold
 from rewriter.verify.eager_blocks import find_structure
 from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.random_model import random_ids, random_model
-from rewriter.verify.shrink import representatives, shrink
-from rewriter.verify.shrink_sizes import WINDOW
+from rewriter.tracing.shrink import representatives, shrink
+from rewriter.tracing.shrink_sizes import WINDOW
 from rewriter.verify.shrunken_check import check_shrunken
 from rewriter.verify.simulate import load_weights
 from rewriter.verify.stream_hooks import decoder_layers

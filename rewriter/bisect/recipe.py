@@ -25,7 +25,7 @@ from rewriter.tracing.meta_model import load_config
 from rewriter.verify.drift import golden_tokens, too_large
 from rewriter.verify.quantized_loading import cannot_load, loading_arguments
 from rewriter.verify.random_model import random_ids
-from rewriter.verify.shrink import depth, representatives, shrink
+from rewriter.tracing.shrink import depth, representatives, shrink
 from rewriter.verify.shrunken_check import on_ranks, telling_copy, test_lengths
 
 Weights = Literal["shrunken", "real"]

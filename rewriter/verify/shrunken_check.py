@@ -28,7 +28,7 @@ from rewriter.verify.comparison import DIFFERENT, EXACT, QUANTIZED, RANKS, Verif
 from rewriter.verify.quantized_loading import cannot_load
 from rewriter.verify.random_model import amplification, random_ids, random_model
 from rewriter.verify.reference_modes import original_logits, reference_of
-from rewriter.verify.shrink import depth, representatives, shrink
+from rewriter.tracing.shrink import depth, representatives, shrink
 from rewriter.verify.simulate import simulate
 
 LENGTHS = (1, 21, 100)
