@@ -1,13 +1,14 @@
 """How a printed layer takes what is not the hidden state, and hands it on: so that names may differ by version.
 
 What a layer gives, under its own name, to every child that also gets its `**kwargs`, and to nothing else, stays in
-`**kwargs` under whatever name this version of transformers uses. The cache, whose name differs most, is taken out of
-`**kwargs` where that is not so, and given to each child under the name that the child has for it.
+`**kwargs` under whatever name this version of transformers uses. Where that is not so of the cache, it is taken out of
+`**kwargs` and given to each child under the name that the child has for it; nor is it so of mixers without attention,
+which had other names for it than their layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rewriter.emit.source_classes import passed_by_place
@@ -34,15 +35,20 @@ class LayerArguments:
         return "cache" if self.takes_cache and name == self.cache else name
 
 
-def arguments_of(source: Source, calls: Iterable[PythonCall], absent: Iterable[str]) -> LayerArguments:
-    """The arguments of a layer that makes these calls of its children; `absent` are always left out by the model."""
-    names, by_place, calls = source.layer_arguments, passed_by_place(source), list(calls)
-    free = [name for name in names[by_place:] if name not in absent and name != names[0]]
-    uses = {name: [(*_uses(call, name), call.splat) for call in calls] for name in names}
-    handed_on = {name for name in free if {*uses[name]} <= {(1, 1, True), (0, 0, False)}}
-    travelling = frozenset(handed_on) if any(call.splat for call in calls) else frozenset()
+def arguments_of(source: Source, calls: Sequence[tuple[PythonCall, bool]], absent: Collection[str]) -> LayerArguments:
+    """The arguments of a layer that makes these calls of its children, and whether each of them attends.
+
+    `absent` are those that the model always leaves out.
+    """
+    names = source.layer_arguments
+    free = [name for name in names[passed_by_place(source) :] if name not in absent and name != names[0]]
+    uses = {name: [_uses(call, name) for call, _ in calls] for name in names}
+    splat = [call.splat and (1, 1) for call, _ in calls]
+    handed_on = [name for name in free if any(splat) and uses[name] == [use or (0, 0) for use in splat]]
+    other = any(call.splat and not attends for call, attends in calls)
+    travelling = frozenset(name for name in handed_on if not (other and name in CACHE_NAMES))
     cache = next((name for name in names if name in CACHE_NAMES and name not in {*travelling, *absent}), None)
-    if cache is not None and not any(count for count, *_ in uses[cache]):
+    if cache is not None and not any(count for count, _ in uses[cache]):
         cache = None
     takes = cache in free
     named = tuple(name for name in names if name not in travelling and not (takes and name == cache))

@@ -38,7 +38,7 @@ from rewriter.emit.per_rank_modules import (
 )
 from rewriter.emit.per_rank_tokens import has_experts, token_child
 from rewriter.emit.python_source import UniqueNames, broken
-from rewriter.ir import Leaf, Program, args_of, drop_dead_nodes
+from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes
 from rewriter.ir.marks import in_stream, marks, stream_index
 
 _ON_ALL = (ops.copy_to_group, ops.agreed)  # the same value
@@ -219,7 +219,7 @@ class _HuggingFaceLayers:
     def layer(self, index: int, takes: list[fx.Node], gives: list[fx.Node]) -> PrintedLayer:
         self.path = self.program.layer_path(index)
         source, inside = self.program.source.of_layer(index), self.flow.inside(index)
-        calls = [call for node in inside if (call := marks(node).python) is not None]
+        calls = [(call, self._attends(node)) for node in inside if (call := marks(node).python) is not None]
         self.arguments = arguments_of(source, calls, source.absent[index])
         self.unique = UniqueNames(["self", "kwargs", "cache", "torch", *source.layer_arguments])
         self.names = {takes[0]: source.layer_arguments[0]}
@@ -243,6 +243,10 @@ class _HuggingFaceLayers:
             self.arguments,
             ages,
         )
+
+    def _attends(self, node: fx.Node) -> bool:
+        module = self.program.modules[str(node.target)]
+        return isinstance(module, Body) and module.attends
 
     def _width(self, node: fx.Node) -> int:
         return self.ranks if self.form[node] == "per_rank" else 1

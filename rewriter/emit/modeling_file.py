@@ -70,7 +70,7 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
     """The text of the file. With `bound`, it computes all ranks that the function of `program` is bound to."""
     source = program.source
     modules = [m for kind in kinds for m in kind.layer.modules.values()]
-    constants = [f"RANKS = {program.mesh['tp']}  # that this model's function is bound to"] * bound
+    constants = [f"RANKS = {program.mesh.get('tp')}  # that this model's function is bound to"] * bound
     read = _as_read(program)
     caches = any(kind.layer.arguments.cache for kind in (*kinds, *read))
     constants += [f"CACHE_NAMES = {literal(cache_names.CACHE_NAMES)}"] * caches

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from rewriter.common.errors import RewriterError
 from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
-from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.tracing.shrink_sizes import HEADS, KV_HEADS
+from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.weights import Checkpoint
 
 Engine = Literal["vllm", "transformers"]
