@@ -189,7 +189,8 @@ class Manifest(_Part):
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
     that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
-    where weights are as they were before the rewrite.
+    where weights are as they were before the rewrite. `refreshed` are the versions that its code was written by before
+    `rewrite refresh` wrote it anew, oldest first.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -206,6 +207,7 @@ class Manifest(_Part):
     verification: Verified
     golden: Golden | None = None
     adaptation: AdaptationEntry | None = None
+    refreshed: list[dict[str, str]] = []
     files: dict[str, str]
     job: dict[str, Any] | None = None
 
