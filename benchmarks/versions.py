@@ -1,16 +1,17 @@
 """Do emitted checkpoints run with other versions of transformers, and compute the same there?
 
-    .venv/bin/python benchmarks/versions.py [--versions 5.17.0,5.19.0,5.20.0] [--families llama,mixtral]
+    .venv/bin/python benchmarks/versions.py [--versions 5.17.0,5.20.0,5.23.0] [--families llama,mixtral]
 
 Small models of the tests' zoo are rewritten (ladder, and desync bound to two ranks) and emitted with the installed
 version. Each other version loads and runs what was emitted, with transformers alone: a forward pass of 21 tokens, and 8
 more by greedy generation with its cache. Then the other way round: emitted with each other version, run with the
-installed one. Logits must agree with those of the emitting version to `--tolerance` of the largest one. Where a
-version changed the code that a checkpoint relies on, loading must be refused by name instead (CHANGED).
+installed one. Logits must agree with those of the emitting version to `--tolerance` of the largest one, and nothing may
+warn of a name that a version gave up. Where a version changed the code that a checkpoint relies on, loading must be
+refused by name instead (CHANGED).
 
 Another version is installed into a directory that stands before the environment's own packages, with those of its
-requirements that the environment does not meet; torch is the environment's. Needs a package index. Exits with 1 where
-anything is not as expected.
+requirements that the environment does not meet; torch is the environment's. Needs a package index, unless `--packages`
+has them all. Exits with 1 where anything is not as expected.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from packaging.version import Version
 from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-VERSIONS = "5.17.0,5.19.0,5.20.0"
-FAMILIES = "llama,qwen3,gemma3_text,mixtral,gpt_neox,olmo2"
+VERSIONS = "5.17.0,5.20.0,5.23.0"
+FAMILIES = "llama,qwen3,gemma3_text,mixtral,gpt_oss,olmo2"
 # The first version whose code is another one: what was emitted before it is refused from there on, and vice versa.
-CHANGED = {"mixtral-desync": ("5.18.0", "MixtralDecoderLayer")}  # what experts do with the number of no expert
+CHANGED = {
+    "mixtral-desync": ("5.18.0", "MixtralDecoderLayer"),  # what experts do with the number of no expert
+    "gpt_oss-desync": ("5.19.0", "GptOssDecoderLayer"),  # where the numbers of its activation are from
+}
 
 EMIT = """
 import sys
@@ -57,7 +61,7 @@ for family in sys.argv[2].split(","):
 """
 
 RUN = """
-import json, sys
+import json, sys, warnings
 from pathlib import Path
 import torch, transformers
 from safetensors.torch import save_file
@@ -65,8 +69,11 @@ from transformers import AutoModelForCausalLM
 assert transformers.__version__ == sys.argv[3], (transformers.__version__, transformers.__file__)
 torch.set_num_threads(1)
 ids = torch.arange(3, 24)[None] * 7 % 250
-refused = {}
+refused, names = {}, ("past_key_values", "cache_params", "layer_past")
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, *_: said.append(str(message))
 for path in sorted(Path(sys.argv[1]).glob("*-*")):
+    said = []
     try:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype=torch.float32).eval()
     except ImportError as error:
@@ -75,6 +82,9 @@ for path in sorted(Path(sys.argv[1]).glob("*-*")):
     with torch.no_grad():
         steps = model.generate(ids, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
         logits = torch.cat([model(ids).logits, torch.stack(steps.logits, 1)], 1)
+    if said := [text for text in said if any(name in text for name in names)]:
+        refused[path.name] = f"{len(said)} warnings, {said[0]}"
+        continue
     save_file({"logits": logits.contiguous()}, Path(sys.argv[2]) / f"{path.name}.safetensors")
 (Path(sys.argv[2]) / "refused.json").write_text(json.dumps(refused))
 """
@@ -85,12 +95,16 @@ def main() -> int:
     parser.add_argument("--versions", default=VERSIONS, help=f"of transformers (default: {VERSIONS})")
     parser.add_argument("--families", default=FAMILIES, help=f"of tests/zoo.py (default: {FAMILIES})")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="of the largest logit (default: 1e-5)")
+    parser.add_argument("--packages", type=Path, help="a folder that keeps what is installed, a folder per version")
     options = parser.parse_args()
     here, others = transformers.__version__, options.versions.split(",")
     with tempfile.TemporaryDirectory(prefix="rewriter-versions-") as scratch:
         root = Path(scratch)
+        if options.packages is not None:
+            (root / "packages").symlink_to(options.packages.resolve())
         for version in others:
-            install(version, root / "packages" / version)
+            if not (root / "packages" / version / "transformers").exists():
+                install(version, root / "packages" / version)
         failures = 0
         for emitting in (here, *others):
             checkpoints = root / emitting

@@ -168,6 +168,13 @@ def reshard(directory: str | os.PathLike[str], tp: int, **options: Any) -> dict[
     return reshard(directory, tp, **options)
 
 
+def refresh(directory: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+    """Write an output's code anew for the installed versions; its weights stay: `rewriter.convert.refresh.refresh`."""
+    from rewriter.convert.refresh import refresh
+
+    return refresh(directory, **options)
+
+
 def inspect(
     model: str | os.PathLike[str],
     recipe: str | os.PathLike[str] | Recipe | None = None,

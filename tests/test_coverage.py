@@ -18,7 +18,7 @@ from rewriter.coverage.coverage_row import CHECKS, Coverage
 from rewriter.ir import Program
 from rewriter.tracing import trace
 from rewriter.tracing.meta_model import build_skeleton
-from rewriter.verify.shrink import depth, text_config
+from rewriter.tracing.shrink import depth, text_config
 
 pytestmark = pytest.mark.tracer
 

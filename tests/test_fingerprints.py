@@ -95,6 +95,58 @@ CHANGED = {
     "another base": ("class Layer(Base)", "class Layer(nn.Module)"),
     "a child that forward also reads": ("self.half(states)", "self.half(states) + self.norm.eps"),
 }
+# A layer as one release wrote it, and the next: the cache has another name, the old one is deprecated, it is told more.
+RELEASE = '''
+class Attention(nn.Module):
+    @use_kernel_func("attention")
+    def forward(self, x, past_key_values: Cache | None = None, **kwargs):
+        """Attends."""
+        if past_key_values is not None:
+            x = past_key_values.update(x, x, self.layer_idx)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        self.attention = Attention(config)
+        self.scale = config.scale
+
+    def forward(self, x, layer_past=None, past_key_values: Cache | None = None, **kwargs):
+        count: int = 1
+        x = x + self.scale * self.attention(x, past_key_values=past_key_values, **kwargs)
+        return x, kwargs.get("past_key_values"), count
+'''
+NEXT = '''
+@auto_docstring
+class Attention(nn.Module):
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(self, x, cache=None, **kwargs: Unpack[Kwargs]) -> Tensor:
+        if cache is not None:
+            x = cache.update(x, x, self.layer_idx, kwargs=kwargs)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        """Makes children."""
+        self.attention = Attention(config)
+        self.scale = config.scale
+
+    @torch.no_grad()
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(self, x: Tensor, cache=None, cache: Cache = None, **kwargs) -> Tensor:
+        count = 1
+        x = x + self.scale * self.attention(x, cache=cache, **kwargs)
+        return x, kwargs.get("cache"), count
+'''.replace("cache=None, cache: Cache = None", "layer_past=None, cache: Cache = None")
+REWIRED = {
+    "what a block adds to": ("x = x + self.scale", "x = self.scale"),
+    "what a block reads": ("self.attention(x,", "self.attention(2 * x,"),
+    "another argument is handed on": ("cache=cache, **kwargs)", "cache=None, **kwargs)"),
+    "a sign": ("x = x + self.scale", "x = x - self.scale"),
+    "an unknown decorator": ("@torch.no_grad()", "@doubled"),
+    "an argument of a call": ('kwargs.get("cache")', 'kwargs.get("mask")'),
+}
 CHILDREN = {
     "the code of a child": ("return -x", "return 0 - x"),
     "the code of a child's child": ("return ~x", "return not x"),
@@ -129,6 +181,36 @@ def test_how_children_are_made_counts_only_for_the_whole_class(what: str) -> Non
     (forward, whole), known = both(changed(CHILDREN[what])), both(MODULE)
     assert forward == known[0]
     assert whole != known[1]
+
+
+def test_two_releases_that_compute_the_same_are_one() -> None:
+    assert both(RELEASE) == both(NEXT)
+
+
+@pytest.mark.parametrize("what", REWIRED)
+def test_a_change_of_wiring_between_releases_counts(what: str) -> None:
+    for found, known in zip(both(changed(REWIRED[what], NEXT)), both(RELEASE), strict=True):
+        assert found != known
+
+
+def test_what_a_cache_is_given_counts() -> None:
+    other = changed(("cache.update(x, x,", "cache.update(x, -x,"), NEXT)
+    assert both(other)[1] != both(RELEASE)[1]
+
+
+def test_nearly_all_layers_are_the_same_before_and_after_the_cache_was_renamed() -> None:
+    """Of the 176 layers that 5.23 and 5.24 both have: their forwards, and all of their code."""
+    versions = table()["versions"]
+    for kind, alike in (("forward", 171), ("whole", 148)):
+        same = 0
+        for names in table()[kind].values():
+            for history in names.values():
+                since = {versions[0]: history} if isinstance(history, str) else history
+                held = max(
+                    (v for v in since if versions.index(v) <= versions.index("5.23.0")), key=versions.index, default=""
+                )
+                same += bool(held) and since[held] is not None and "5.24.0" not in since
+        assert same >= alike
 
 
 @pytest.mark.parametrize("use", ["self.norm.eps", "helper(self)", "getattr(self, 'norm')"])

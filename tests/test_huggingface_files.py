@@ -42,27 +42,10 @@ class LadderLlamaDecoderLayer(LlamaDecoderLayer):
     takes = 2
     gives = 2
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, **kwargs):
         hidden_states, earlier_states = hidden_states.chunk(2, dim=-1)
         input_layernorm = self.input_layernorm(earlier_states)
-        self_attn = self.self_attn(
-            hidden_states=input_layernorm,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )[0]
+        self_attn = self.self_attn(hidden_states=input_layernorm, **kwargs)[0]
         after_self_attn = hidden_states + self_attn
         post_attention_layernorm = self.post_attention_layernorm(hidden_states)
         mlp = self.mlp(post_attention_layernorm)
@@ -141,10 +124,10 @@ def test_ranks_do_not_show_in_the_checkpoint(ranks: int) -> None:
 
 
 def test_layers_that_return_tuples_keep_doing_so() -> None:
-    """GPT-J's model reads element 0 of what its layer returns, Llama's reads the tensor itself."""
+    """BLOOM's model reads element 0 of what its layer returns, Llama's reads the tensor itself."""
     llama = emitted.program("llama").source
-    gptj = dataclasses.replace(llama, module="transformers.models.gptj.modeling_gptj", layer_class="GPTJBlock")
-    assert (returned_values(llama), returned_values(gptj)) == (None, 2)
+    bloom = dataclasses.replace(llama, module="transformers.models.bloom.modeling_bloom", layer_class="BloomBlock")
+    assert (returned_values(llama), returned_values(bloom)) == (None, 2)
     layer = PrintedLayer(("hidden_states",), ("total",), (("total", "        total = hidden_states + attn"),))
     assert layer.text(None) == "        return hidden_states + attn"
     assert layer.text(2) == "        total = hidden_states + attn\n        return (total, None)"
@@ -208,6 +191,75 @@ def test_a_changed_source_layer_fails_by_name(tmp_path: Path, monkeypatch: pytes
     )
     with pytest.raises(ImportError, match=message):
         emitted.load(tmp_path / "changed-source")
+
+
+NEWER = "5.99.0"  # than any that is known
+
+
+def newer_transformers(monkeypatch: pytest.MonkeyPatch, **forwards: Any) -> None:
+    """A release to come, whose Qwen2 is written in another way, with other `forwards` of its classes."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    monkeypatch.setattr(transformers, "__version__", NEWER)
+    changed_source(monkeypatch, "residual = hidden_states", "skipped = residual = hidden_states")
+    for name, forward in forwards.items():
+        monkeypatch.setattr(getattr(modeling_qwen2, name), "forward", forward)
+
+
+def other_names(self: Any, x: torch.Tensor, mask: Any = None, rotary: Any = None, **rest: Any) -> torch.Tensor:
+    """Qwen2's decoder layer, written by somebody else."""
+    names = {
+        "attention_mask": rest.pop("attention_mask", mask),
+        "position_embeddings": rest.pop("position_embeddings", rotary),
+    }
+    y = x + self.self_attn(self.input_layernorm(x), **names, **rest)[0]
+    return self.mlp(self.post_attention_layernorm(y)) + y
+
+
+def without_a_residual(self: Any, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
+    y = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **rest)[0]
+    return self.mlp(self.post_attention_layernorm(y)) + hidden_states
+
+
+def without_cache(self: Any, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
+    rest = {name: value for name, value in rest.items() if name not in ("cache", "past_key_values")}
+    return other_names(self, hidden_states, **rest)
+
+
+def test_a_newer_source_that_computes_the_same_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(emitted.emitted("qwen2", "all"), tmp_path / "newer-source")
+    expected = emitted.shared("qwen2", "all")(zoo.batch()).logits
+    newer_transformers(monkeypatch, Qwen2DecoderLayer=other_names)
+    torch.manual_seed(5)
+    drawn, _ = torch.rand(1), torch.manual_seed(5)
+    with pytest.warns(
+        UserWarning, match=rf"Qwen2DecoderLayer of transformers {NEWER} is not the one .* computes the same"
+    ):
+        model = emitted.load(tmp_path / "newer-source")
+    assert torch.equal(torch.rand(1), drawn)
+    torch.testing.assert_close(model(zoo.batch()).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (without_a_residual, "On random weights it computes other logits"),
+        (without_cache, "On random weights it computes other logits"),
+        (lambda self, hidden_states: hidden_states, "cannot be tried .TypeError"),
+    ],
+)
+def test_a_newer_source_that_computes_something_else_is_refused(
+    forward: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"newer-{forward.__name__.strip('<>')}"
+    shutil.copytree(emitted.emitted("qwen2", "all"), path)
+    newer_transformers(monkeypatch, Qwen2DecoderLayer=forward)
+    with pytest.raises(
+        ImportError, match=rf"Qwen2DecoderLayer of transformers {NEWER} .*{message}.*rewrite refresh DIR"
+    ):
+        emitted.load(path)
 
 
 def test_a_source_layer_may_be_written_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
 from rewriter.ops import SequencePlan
 from rewriter.passes.sequence_parallel import SequenceParallel
 from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.tracing.shrink import shrink
 from rewriter.verify import shrunken_check, subprocess_logits
 from rewriter.verify.comparison import Verification
-from rewriter.verify.shrink import shrink
 from rewriter.verify.shrunken_check import check_shrunken, compare_emitted
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-llama"

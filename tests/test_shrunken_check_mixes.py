@@ -20,9 +20,9 @@ from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
+from rewriter.tracing.shrink import representatives, shrink
 from rewriter.verify.random_model import amplification, random_model
 from rewriter.verify.reference_modes import layer_modes
-from rewriter.verify.shrink import representatives, shrink
 from rewriter.verify.shrunken_check import STEADY, check_shrunken
 
 # The choices on the copy

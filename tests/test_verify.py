@@ -21,6 +21,8 @@ from rewriter.passes.ladder import Ladder
 from rewriter.passes.selection import resolve
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
+from rewriter.tracing.shrink import representatives, shrink
+from rewriter.tracing.shrink_sizes import WINDOW
 from rewriter.verify import drift as drift_module
 from rewriter.verify import shrunken_check as shrunken_check_module
 from rewriter.verify.comparison import Verification, compare, relative_error
@@ -28,8 +30,6 @@ from rewriter.verify.drift import calibration_tokens, drift, golden_logits, gold
 from rewriter.verify.eager_blocks import find_structure
 from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.random_model import random_ids, random_model
-from rewriter.verify.shrink import representatives, shrink
-from rewriter.verify.shrink_sizes import WINDOW
 from rewriter.verify.shrunken_check import check_shrunken
 from rewriter.verify.simulate import load_weights
 from rewriter.verify.stream_hooks import decoder_layers

@@ -20,10 +20,10 @@ from rewriter.recipes import Recipe
 from rewriter.recipes.apply import check_bound, load_recipe
 from rewriter.tracing import trace
 from rewriter.tracing.meta_model import load_config
+from rewriter.tracing.shrink import depth, representatives, shrink
 from rewriter.verify.drift import golden_tokens, too_large
 from rewriter.verify.plain_model import plain_model
 from rewriter.verify.random_model import random_ids
-from rewriter.verify.shrink import depth, representatives, shrink
 from rewriter.verify.shrunken_check import on_ranks, telling_copy, test_lengths
 from rewriter.weights.finite import require_finite
 

@@ -26,6 +26,7 @@ from rewriter.cli import (
     inspect,
     predict,
     recipes,
+    refresh,
     reshard,
     search,
     serve,
@@ -78,6 +79,7 @@ commands.command(short_help="Check a written output again.")(verify.verify)
 commands.command(short_help="Compare an output with its source, or two.")(diff.diff)
 commands.command(short_help="Find where a computation goes wrong.")(bisect.bisect)
 commands.command(short_help="Add a module for another number of ranks.")(reshard.reshard)
+commands.command(short_help="Write an output's code anew.")(refresh.refresh)
 commands.command(short_help="Continue a text on real ranks.")(generate.generate)
 commands.command(short_help="Serve an output by vLLM or transformers.", options_metavar="[OPTIONS]")(serve.serve)
 commands.command(short_help="Write an output as ONNX.")(export.export)
@@ -85,7 +87,7 @@ commands.command(short_help="Show what works on this machine.")(doctor.doctor)
 
 COMMANDS = (
     "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "diff", "bisect", "reshard",
-    "generate", "serve", "export", "doctor",
+    "refresh", "generate", "serve", "export", "doctor",
 )  # fmt: skip
 
 

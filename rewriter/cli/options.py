@@ -182,6 +182,9 @@ Verify = Annotated[
 ReshardVerify = Annotated[
     Literal["none", "shrunken"], typer.Option(help="Check a shrunken copy and ranks on the real weights, or nothing.")
 ]
+RefreshVerify = Annotated[
+    Literal["none", "shrunken"], typer.Option(help="Check a shrunken copy and the golden logits, or nothing.")
+]
 Calibration = Annotated[
     Path | None, _File(help="Text to measure on: drift, and what drop_sync asks. Without it: a packaged one.")
 ]

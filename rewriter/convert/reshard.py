@@ -65,7 +65,7 @@ def reshard(
         if (root / "runtime" / name).exists():  # put there by a run that was killed before the manifest knew of it
             shutil.rmtree(root / "runtime" / name)
         os.rename(view / "runtime" / name, root / "runtime" / name)
-        os.replace(_manifest(view, manifest), root / MANIFEST)
+        os.replace(manifest_file(view, manifest), root / MANIFEST)
     return found.figures()
 
 
@@ -99,28 +99,29 @@ def _write(program: Program, manifest: Manifest, root: Path, view: Path) -> Path
     """`root` by links, with the files of the new mesh, which are added to `manifest`."""
     name, entry, module = runtime_module(program)
     assert entry.weights is not None
-    (view / entry.module).parent.mkdir(parents=True)
+    view.mkdir()
     for path in root.iterdir():
         if path.is_file() and path.name != MANIFEST:
             (view / path.name).symlink_to(path.resolve())
     checkpoint = Checkpoint.open(view)
     casts = cast_dtypes(program, checkpoint, checkpoint.dtypes, program.source.config)
     references = weight_references(program, {}, checkpoint.shapes, casts)
-    _to_disk(view / entry.module, module)
-    _to_disk(view / entry.weights, references_text(references, checkpoint))
+    to_disk(view / entry.module, module)
+    to_disk(view / entry.weights, references_text(references, checkpoint))
     manifest.runtime[name] = entry
     manifest.files |= {file: sha256_of(view / file) for file in (entry.module, entry.weights)}
-    _manifest(view, manifest)
+    manifest_file(view, manifest)
     return view
 
 
-def _manifest(view: Path, manifest: Manifest) -> Path:
+def manifest_file(view: Path, manifest: Manifest) -> Path:
     text = json.dumps({**manifest.table(), "job": manifest.job}, indent=2, ensure_ascii=False) + "\n"
-    _to_disk(view / MANIFEST, text)
+    to_disk(view / MANIFEST, text)
     return view / MANIFEST
 
 
-def _to_disk(path: Path, text: str) -> None:
+def to_disk(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

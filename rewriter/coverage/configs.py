@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import nearest
-from rewriter.verify.shrink import representatives, shrink, text_config
+from rewriter.tracing.shrink import representatives, shrink, text_config
 
 # Sizes divide by it, so that two and four ranks can be tried.
 RANKS = 4

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rewriter.tracing.shrink import text_config
 from rewriter.verify.random_model import build_model, random_ids
 from rewriter.verify.reference_modes import original_logits
-from rewriter.verify.shrink import text_config
 
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 # What no causal LM is asked for, or what adds another model beside it.

@@ -25,6 +25,7 @@ from rewriter.analysis.op_semantics import aten, function_of
 from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import computes, is_add, is_scaling, residual_blocks
 from rewriter.common.errors import RewriterError
+from rewriter.emit.layer_arguments import LayerArguments, arguments_of
 from rewriter.emit.node_code import WiringPrinter, operands
 from rewriter.emit.per_rank_modules import (
     NotPerRank,
@@ -37,7 +38,7 @@ from rewriter.emit.per_rank_modules import (
 )
 from rewriter.emit.per_rank_tokens import has_experts, token_child
 from rewriter.emit.python_source import UniqueNames, broken
-from rewriter.ir import Leaf, Program, args_of, drop_dead_nodes
+from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes
 from rewriter.ir.marks import in_stream, marks, stream_index
 
 _ON_ALL = (ops.copy_to_group, ops.agreed)  # the same value
@@ -54,6 +55,7 @@ class PrintedLayer:
     `widths_taken` and `widths_given` say how many vectors each has per token: 1, or one per rank. `modules` are the
     children that compute per rank, by path relative to the layer; `groups` query heads per key/value head of attention
     modules that hold more key/value heads than the source's.
+    `arguments` says how it takes and hands on what is not the hidden state.
     `ages` says of each value given how many blocks old it is (0: the stream itself; None: not a stream value).
     """
 
@@ -64,6 +66,7 @@ class PrintedLayer:
     widths_given: tuple[int, ...] = (1,)
     modules: Mapping[str, PerRankModule] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
+    arguments: LayerArguments = field(default_factory=lambda: LayerArguments(()))
     ages: tuple[int | None, ...] = field(default=(), compare=False)
 
     @property
@@ -93,6 +96,8 @@ class PrintedLayer:
             names = names if len(self.takes) > 1 else f"({names},)"
             call = f"unpack({hidden}, self.takes)" if bound else f"{hidden}.chunk({len(self.takes)}, dim=-1)"
             lines.append(f"{_PAD}{names} = {call}")
+        if self.arguments.takes_cache:
+            lines.append(f"{_PAD}cache = take_cache(kwargs)")
         lines += [text for _, text in self.statements]
         result = self.gives[0]
         if packed_out:
@@ -213,14 +218,16 @@ class _HuggingFaceLayers:
 
     def layer(self, index: int, takes: list[fx.Node], gives: list[fx.Node]) -> PrintedLayer:
         self.path = self.program.layer_path(index)
-        arguments = self.program.source.of_layer(index).layer_arguments
-        self.unique = UniqueNames(["self", "kwargs", "torch", *arguments])
-        self.names = {takes[0]: arguments[0]}
+        source, inside = self.program.source.of_layer(index), self.flow.inside(index)
+        calls = [(call, self._attends(node)) for node in inside if (call := marks(node).python) is not None]
+        self.arguments = arguments_of(source, calls, source.absent[index])
+        self.unique = UniqueNames(["self", "kwargs", "cache", "torch", *source.layer_arguments])
+        self.names = {takes[0]: source.layer_arguments[0]}
         self.found = PerRankChild()
         self.statements: list[tuple[str, str]] = []
         for node in takes[1:]:
             self.names[node] = self.unique.new("earlier_states")
-        for node in self.flow.inside(index):
+        for node in inside:
             if not self._is_inlined(node):
                 self._node(node)
         newest = marks(gives[0]).stream
@@ -233,8 +240,13 @@ class _HuggingFaceLayers:
             tuple(self._width(n) for n in gives),
             self.found.modules,
             self.found.groups,
+            self.arguments,
             ages,
         )
+
+    def _attends(self, node: fx.Node) -> bool:
+        module = self.program.modules[str(node.target)]
+        return isinstance(module, Body) and module.attends
 
     def _width(self, node: fx.Node) -> int:
         return self.ranks if self.form[node] == "per_rank" else 1
@@ -265,7 +277,7 @@ class _HuggingFaceLayers:
         self.statements.append((name, broken(f"{_PAD}{name} = {text}")))
 
     def _expression(self, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-        return WiringPrinter(self.path, names).expression(node)
+        return WiringPrinter(self.path, names, self.arguments).expression(node)
 
     def _text(self, node: fx.Node) -> str:
         if node in self.names or not self._is_inlined(node):

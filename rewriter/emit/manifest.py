@@ -197,7 +197,8 @@ class Manifest(_Part):
     that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
     where weights are as they were before the rewrite. `positions` are those of the table in which the model looks
     positions up, beyond which it cannot read; None where it computes them. `unused` are the tensors that the model has
-    no parameter for.
+    no parameter for. `refreshed` are the versions that its code was written by before `rewrite refresh` wrote it
+    anew, oldest first.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -216,6 +217,7 @@ class Manifest(_Part):
     positions: int | None = None
     adaptation: AdaptationEntry | None = None
     unused: list[str] = []
+    refreshed: list[dict[str, str]] = []
     files: dict[str, str]
     job: dict[str, Any] | None = None
 

@@ -10,12 +10,21 @@ import transformers
 
 from rewriter import ops
 from rewriter.common.version import VERSION
-from rewriter.emit.layers import PrintedLayer
+from rewriter.emit.layers import PrintedLayer, print_layers
 from rewriter.emit.per_rank_modules import PerRankModule
-from rewriter.emit.python_source import LINE_LENGTH, bracketed, docstring, filled, identifier, quoted
+from rewriter.emit.python_source import (
+    LINE_LENGTH,
+    bracketed,
+    docstring,
+    filled,
+    free_name,
+    identifier,
+    literal,
+    quoted,
+)
+from rewriter.emit.source_check import checking_code
 from rewriter.emit.source_classes import config_module, layer_arguments, returned_values
-from rewriter.emit.source_fingerprints import in_words, installed_fingerprint, versions_with
-from rewriter.emit.verbatim import fingerprint, model, per_rank, source_of
+from rewriter.emit.verbatim import cache_names, model, per_rank, source_of
 from rewriter.ir import Leaf, Program, Source, args_of
 from rewriter.ir.marks import marks
 
@@ -61,17 +70,24 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
     """The text of the file. With `bound`, it computes all ranks that the function of `program` is bound to."""
     source = program.source
     modules = [m for kind in kinds for m in kind.layer.modules.values()]
-    ranks = f"RANKS = {program.mesh['tp']}  # that this model's function is bound to\n\n" if bound else ""
+    constants = [f"RANKS = {program.mesh.get('tp')}  # that this model's function is bound to"] * bound
+    read = _as_read(program)
+    caches = any(kind.layer.arguments.cache for kind in (*kinds, *read))
+    constants += [f"CACHE_NAMES = {literal(cache_names.CACHE_NAMES)}"] * caches
+    check = checking_code(source, [kind.class_name for kind in read], not bound, caches)
+    if any("READ = [" in part for part in check):
+        check = [*(_layer_class(program, kind, False) for kind in {k.class_name: k for k in read}.values()), *check]
     parts = [
         _header(program, kinds, names, bound),
-        f"{_imports(source, modules)}\n\n{ranks}",
-        *_source_check(source, bound),
+        "\n\n".join([_imports(source, modules, check), *constants]),
         *(_per_rank_code(modules) if bound else ()),
+        *(source_of(part) for part in (cache_names.take_cache, cache_names.name_caches) if caches),
         *(_layer_class(program, kind, bound) for kind in kinds),
         _table(source, kinds),
-        *_rewiring(program, bound),
+        *_rewiring(program, bound, caches),
         *_model_classes(source, names, bound),
         _conversions(source, names),
+        *check,
     ]
     header, *code = (part.strip("\n") for part in parts)
     return header + "\n\n" + "\n\n\n".join(code) + "\n"
@@ -102,8 +118,8 @@ def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, b
     return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 
-def _imports(source: Source, modules: Sequence[PerRankModule]) -> str:
-    """The import statements: of the model's classes, and of what `modules` need."""
+def _imports(source: Source, modules: Sequence[PerRankModule], check: Sequence[str]) -> str:
+    """The import statements: of the model's classes, and of what `modules` and the `check` of the source need."""
     layers = [cls.name for cls in source.layer_classes]
     norms = [m.kind for m in modules if m.role == "Norm" and m.kind != "LayerNorm"]
     places: dict[str, set[str]] = {}
@@ -119,37 +135,14 @@ def _imports(source: Source, modules: Sequence[PerRankModule]) -> str:
     mapping = "from transformers.conversion_mapping import (\n    get_checkpoint_conversion_mapping,\n"
     mapping += "    register_checkpoint_conversion_mapping,\n)"
     others = ["from transformers.pytorch_utils import Conv1D"] * any(m.kind == "Conv1D" for m in modules)
-    third_party = ["from transformers import __version__ as transformers_version", mapping, *origin, *others]
-    copying = ["import copy"] * any(m.role in ("Norm", "Experts") for m in modules)
+    used = "\n".join(check)
+    standard = {"ast": True, "copy": any(m.role in ("Norm", "Experts") for m in modules), "hashlib": True}
+    standard |= {"inspect": True, "re": True, "sys": True, "warnings": "warnings." in used}
+    versions = ["from packaging.version import Version"] * ("Version(" in used)
+    third_party = [*versions, "from transformers import __version__ as transformers_version", mapping, *origin, *others]
     return "\n".join(
-        ["import ast", *copying, "import hashlib", "import inspect", "import sys", "", "import torch", *third_party]
+        [*(f"import {name}" for name, wanted in standard.items() if wanted), "", "import torch", *third_party]
     )
-
-
-def _source_check(source: Source, bound: bool) -> list[str]:
-    """Code that raises where the source's layers are not those that were read; with `bound`, their children neither."""
-    places, forward_only = {cls.name: cls.module for cls in source.layer_classes}, not bound
-    known = {name: installed_fingerprint(module, name, forward_only) for name, module in places.items()}
-    named = [versions_with(module, name, forward_only, known[name]) for name, module in places.items()]
-    versions = in_words(set.intersection(*named) | {transformers.__version__})
-    rows = "\n".join(f'    {name}: "{digest}",' for name, digest in known.items())
-    parts = (fingerprint.fingerprint, fingerprint.printed, fingerprint.leave_out_children, fingerprint.leave_out)
-    check = f"""\
-# The layers below were made for these classes. Where they compute something else, so would the layers.
-FINGERPRINTS = {{
-{rows}
-}}
-VERSIONS = {quoted(versions)}  # of transformers, known to have them
-for source_class, known in FINGERPRINTS.items():
-    module = inspect.getsource(sys.modules[source_class.__module__])
-    if fingerprint(module, source_class.__name__, forward_only={forward_only}) != known:
-        raise ImportError(
-            f"{{source_class.__name__}} of transformers {{transformers_version}} is not the one that this file was "
-            "generated for (transformers {transformers.__version__}). Versions known to have that one: "
-            f"{{VERSIONS}}. Install one of them, or convert the model again with this version."
-        )
-"""
-    return [*map(source_of, parts), check]
 
 
 # --- layers
@@ -157,10 +150,11 @@ for source_class, known in FINGERPRINTS.items():
 
 def _layer_class(program: Program, kind: PrintedKind, bound: bool) -> str:
     source, layer = program.source.of_layer(kind.example), kind.layer
-    arguments = layer_arguments(source)
-    lines = [f"class {kind.class_name}({source.layer_class}):", *docstring(kind.what, 4), ""]
-    for name, widths in (("takes", layer.widths_taken), ("gives", layer.widths_given)):
-        lines.append(f"    {name} = {_widths(widths) if bound else len(widths)}")
+    arguments = [a for a in layer_arguments(source) if a.name in layer.arguments.named]
+    lines = [f"class {kind.class_name}({source.layer_class}):", *docstring(kind.what, 4)]
+    if kind.name:
+        widths = (("takes", layer.widths_taken), ("gives", layer.widths_given))
+        lines += ["", *(f"    {name} = {_widths(of) if bound else len(of)}" for name, of in widths)]
     if layer.modules:
         lines.append("    per_rank_modules = (")
         for path, module in layer.modules.items():
@@ -171,7 +165,11 @@ def _layer_class(program: Program, kind: PrintedKind, bound: bool) -> str:
         groups = ", ".join(f"({quoted(path)}, {count})" for path, count in layer.groups.items())
         groups += "," * (len(layer.groups) == 1)
         lines.append(f"    key_value_groups = ({groups})  # ranks hold more key/value heads than the source")
-    parameters = ["self", *map(str, arguments), *["**kwargs"] * source.layer_var_kwargs]
+    parameters = [
+        "self",
+        *map(str, arguments),
+        *["**kwargs"] * (source.layer_var_kwargs or layer.arguments.takes_cache),
+    ]
     lines += ["", bracketed("def forward(", parameters, "):", 4)]
     for argument in arguments[1:]:
         # the source's code reads it, but was traced without it
@@ -197,6 +195,20 @@ def _table(source: Source, kinds: Sequence[PrintedKind]) -> str:
     rows = [*zip(standard_kinds(source), [c.name for c in source.layer_classes], strict=True)]
     rows += [(kind.name, kind.class_name) for kind in kinds]
     return "\n".join(["LAYER_CLASSES = {", *(f"    {quoted(name)}: {cls}," for name, cls in rows), "}"])
+
+
+def _as_read(program: Program) -> list[PrintedKind]:
+    """For every layer, the kind that is printed as the source wrote it."""
+    source, layers = program.source, print_layers(program.origin or program)
+    found: list[PrintedKind] = []
+    for index, layer in enumerate(layers):
+        kind = next((k for k in found if k.layer == layer and source.alike(k.example, index)), None)
+        if kind is None:
+            name = source.of_layer(index).layer_class
+            class_name = free_name(f"Read{name}", {k.class_name for k in found}.__contains__)
+            kind = PrintedKind("", class_name, layer, index, (f"{name} as it was read.",))
+        found.append(kind)
+    return found
 
 
 # --- modules that compute per rank
@@ -240,14 +252,18 @@ def _class_path(cls: type) -> str:
 # --- the model
 
 
-def _rewiring(program: Program, bound: bool) -> list[str]:
+def _rewiring(program: Program, bound: bool, caches: bool) -> list[str]:
     """The functions that give a model's layers their classes."""
     drops = bound and _drops_out(program)
     absent = ["refuse_dropout"] * (not drops) + ["RANKS", "use_per_rank_modules", "refuse_engines"] * (not bound)
     widths = {"ALONE": "(1,)", "vectors": "sum"} if bound else {"ALONE": "1", "vectors": "int"}
     names = {"SourceModel": program.source.base_class, **widths}
     narrow = per_rank.narrow_hidden_states if bound else model.narrow_hidden_states
-    parts = [source_of(model.rewire, names, absent), source_of(model.is_missing)]
+    rewire = source_of(model.rewire, names, absent)
+    if caches:
+        own = "        layer.__class__ = layer_class\n"
+        rewire = rewire.replace(own, f"{own}        name_caches(layer)\n")
+    parts = [rewire, source_of(model.is_missing)]
     parts += [source_of(model.require_packed_width), source_of(narrow)]
     parts += [source_of(per_rank.refuse_engines)] * bound
     return [*parts, *[source_of(per_rank.refuse_dropout)] * drops]

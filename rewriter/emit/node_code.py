@@ -12,7 +12,8 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.op_semantics import starts_sum
 from rewriter.common.errors import RewriterError
-from rewriter.emit.python_source import attribute, literal
+from rewriter.emit.layer_arguments import LayerArguments
+from rewriter.emit.python_source import attribute, literal, quoted
 from rewriter.ir import SPLAT, Input, LayerArgument, args_of
 from rewriter.ir.marks import marks
 
@@ -136,16 +137,17 @@ class NodePrinter:
 class WiringPrinter(NodePrinter):
     """Prints nodes of the wiring as the source's layer at `path` would: its children are called as the source does.
 
-    `names` are the expressions of other nodes.
+    `names` are the expressions of other nodes. `arguments` says how children get those of the layer.
     """
 
     functional = "torch.nn.functional"
 
-    def __init__(self, path: str, names: Mapping[fx.Node, str]) -> None:
+    def __init__(self, path: str, names: Mapping[fx.Node, str], arguments: LayerArguments) -> None:
         def child(target: str) -> str:
             return attribute(target.removeprefix(f"{path}."))
 
         super().__init__(names.__getitem__, child, child)
+        self.path, self.layer = path, arguments
 
     def expression(self, node: fx.Node) -> str:
         call = marks(node).python
@@ -156,10 +158,19 @@ class WiringPrinter(NodePrinter):
             if isinstance(value, Input):
                 return self.name(_argument(node, value))
             if isinstance(value, LayerArgument):
-                return "kwargs" + value.name.removeprefix(SPLAT) if value.name.startswith(SPLAT) else value.name
+                splat = value.name.startswith(SPLAT)
+                return "kwargs" + value.name.removeprefix(SPLAT) if splat else self.layer.variable(value.name)
             return None
 
-        items = [literal(a, leaf) for a in call.args] + [f"{k}={literal(v, leaf)}" for k, v in call.kwargs.items()]
+        def keyword(name: str, value: Any) -> str:
+            given = value.name if isinstance(value, LayerArgument) else None
+            if given is not None and given == self.layer.cache:
+                child = quoted(str(node.target).removeprefix(self.path + "."))
+                return f"**{{self.cache_names[{child}]: {self.layer.variable(given)}}}"
+            return f"{name}={literal(value, leaf)}"
+
+        named = {k: v for k, v in call.kwargs.items() if not (call.splat and k in self.layer.travelling)}
+        items = [literal(a, leaf) for a in call.args] + [keyword(k, v) for k, v in named.items()]
         items += ["**kwargs"] * call.splat
         index = "" if call.index is None else f"[{call.index}]"
         return f"{self.module(str(node.target))}({', '.join(items)}){index}"

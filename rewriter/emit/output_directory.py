@@ -195,7 +195,7 @@ class OutputDirectory:
         # The journal says whose the staging directory is before that exists.
         os.ftruncate(self._journal_fd, 0)
         self._append({"job": self.job})
-        _sync_directory(self.final.parent)
+        sync_directory(self.final.parent)
         self.staging.mkdir()
 
     def _final_is_taken(self) -> bool:
@@ -287,7 +287,7 @@ class OutputDirectory:
                 path = Path(root, name)
                 if path.relative_to(self.staging).as_posix() not in self.files:
                     self.add(path.relative_to(self.staging).as_posix())
-            _sync_directory(Path(root))
+            sync_directory(Path(root))
         try:
             os.rename(self.staging, self.final)  # replaces an empty directory, refuses any other
         except OSError as error:
@@ -297,7 +297,7 @@ class OutputDirectory:
                     "Choose another --out."
                 ) from error
             raise
-        _sync_directory(self.final.parent)
+        sync_directory(self.final.parent)
         self._unlock(delete=True)
 
     def _abandon(self, error: BaseException) -> None:
@@ -326,7 +326,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

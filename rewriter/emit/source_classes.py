@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +55,28 @@ def layer_arguments(source: Source) -> list[Argument]:
         )
         for name in source.layer_arguments
     ]
+
+
+@functools.cache
+def _most_by_place(module: str) -> int | None:
+    """The most arguments that loops of a module pass by place to what they go through; None where none calls it."""
+    found = None
+    for loop in ast.walk(ast.parse(inspect.getsource(importlib.import_module(module)))):
+        if not isinstance(loop, ast.For):
+            continue
+        own = {name.id for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
+        for call in ast.walk(loop):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in own:
+                starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+                found = max(found or 0, sys.maxsize if starred else len(call.args))
+    return found
+
+
+def passed_by_place(source: Source) -> int:
+    """How many arguments the model passes its decoder layers by place; all of them where its code does not show it."""
+    found = [_most_by_place(module) for module in {source.module, source.module_of(source.layer_class)}]
+    known = [count for count in found if count is not None]
+    return min(max(known, default=sys.maxsize), len(source.layer_arguments))
 
 
 def returned_values(source: Source) -> int | None:

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rewriter.common.errors import RewriterError
+from rewriter.tracing.shrink import text_config
 from rewriter.verify.comparison import relative_error
-from rewriter.verify.shrink import text_config
 from rewriter.verify.stream_hooks import decoder_layers
 
 # How every model that is compared is built or loaded: plain attention and experts one by one, in fp32.

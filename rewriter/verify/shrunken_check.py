@@ -23,12 +23,12 @@ from rewriter.ops import SequencePlan
 from rewriter.passes.base import Pass, bound_ranks, single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.tracing import trace
+from rewriter.tracing.shrink import depth, representatives, shrink
+from rewriter.tracing.shrink_sizes import rope_types
 from rewriter.verify import subprocess_logits
 from rewriter.verify.comparison import DIFFERENT, EXACT, QUANTIZED, RANKS, Verification, relative_error
 from rewriter.verify.random_model import amplification, random_ids, random_model
 from rewriter.verify.reference_modes import original_logits, reference_of
-from rewriter.verify.shrink import depth, representatives, shrink
-from rewriter.verify.shrink_sizes import rope_types
 from rewriter.verify.simulate import simulate
 
 LENGTHS = (1, 21, 100)

@@ -5,44 +5,50 @@ Trees are printed here and not by `ast.dump`, whose text differs between version
 
 import ast
 import hashlib
+import re
 
 
 def fingerprint(module, name, forward_only):
-    """64 bits of the code of class `name`, and of the functions and classes that it names, in `module`, a file's text.
+    """64 bits of what class `name` in `module`, a file's text, computes, with the functions and classes that it names.
 
-    Comments, formatting, docstrings and annotations do not count. With `forward_only`, nor do classes but bases, and
-    how `__init__` makes children that are only called: who calls them as the class does need not know.
+    With `forward_only`, classes but bases do not count, nor does how `__init__` makes children that are only called.
     """
-    nodes = ast.parse(module).body
-    for node in nodes:  # grows: definitions may depend on what is installed
-        nodes += ast.iter_child_nodes(node) if isinstance(node, (ast.If, ast.Try)) else ()
-    defined = {node.name: node for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    tree = [node for node in ast.walk(ast.parse(module)) if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    defined = {node.name: node for node in reversed(tree)}  # of two of one name the outermost
     if forward_only:
         leave_out_children(defined[name])
-    texts, names = {name: printed(defined[name])}, [name]
+    texts, names = {}, [name]
     while names:
-        node = defined[names.pop()]
+        node = defined[other := names.pop()]
+        texts[other] = printed(node)
         bases = {base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)}
-        for other in {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} & defined.keys() - texts.keys():
-            if not forward_only or other in bases or isinstance(defined[other], ast.FunctionDef):
-                texts[other] = printed(defined[other])
-                names.append(other)
+        found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} & defined.keys() - texts.keys()
+        names += [n for n in found if not forward_only or n in bases or isinstance(defined[n], ast.FunctionDef)]
     return hashlib.sha256("\n".join(texts[other] for other in sorted(texts)).encode()).hexdigest()[:16]
 
 
 def printed(node):
-    """A syntax tree as text, the same in every version of Python; empty for a statement that does nothing."""
+    """A syntax tree as text, alike in every version of Python, and where versions of transformers compute alike.
+
+    They differ in the name of the cache, in what it is told of a call, and in decorators. Empty for what does nothing.
+    """
     if isinstance(node, list):
         return f"[{','.join(filter(None, map(printed, node)))}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
+    if isinstance(node, ast.AnnAssign):
+        node = ast.Assign([node.target], node.value) if node.value else ast.Pass()
     if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         return ""
-    if isinstance(node, ast.AnnAssign):
-        return printed(ast.Assign([node.target], node.value)) if node.value else ""
+    if not isinstance(node, ast.AST):
+        return re.sub("past_key_values?|cache_params|layer_past", "cache", repr(node))
     ignored = ("annotation", "returns", "type_comment", "type_params", "kind", "ctx")
-    fields = [(field, value) for field, value in ast.iter_fields(node) if field not in ignored]
-    return f"{type(node).__name__}({','.join(f'{f}={printed(v)}' for f, v in fields if v is not None and v != [])})"
+    fields = {field: value for field, value in ast.iter_fields(node) if field not in ignored}
+    if "decorator_list" in fields:
+        plain = ("deprecate_kwarg", "torch.no_grad", "use_kernel", "force_accelerate_hooks", "auto_docstring")
+        fields["decorator_list"] = [d for d in node.decorator_list if not ast.unparse(d).startswith(plain)]
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "update":
+        fields["keywords"] = [keyword for keyword in node.keywords if keyword.arg != "kwargs"]
+    texts = [f"{field}={printed(value)}" for field, value in fields.items() if value is not None and value != []]
+    return f"{type(node).__name__}({','.join(texts)})"
 
 
 def leave_out_children(cls):
@@ -54,18 +60,14 @@ def leave_out_children(cls):
     if init is None or len(uses) < sum(isinstance(node, ast.Name) and node.id == "self" for node in nodes):
         return  # `self` itself is used, by something that may read anything of it
     called = {node.func for node in nodes if isinstance(node, ast.Call)}
-    children = {node.attr for node in uses} - {node.attr for node in uses if node not in called}
-    leave_out(init, {f"self.{name}" for name in children})
-    names = [node for node in ast.walk(init) if isinstance(node, ast.Name)]
-    leave_out(init, {n.id for n in names} - {n.id for n in names if isinstance(n.ctx, ast.Load)})
 
-
-def leave_out(init, targets):
-    """Take statements that only assign to `targets` out of a function."""
-
-    def kept(node):
+    def assigns(node, left_out):  # nothing else than these
         if isinstance(node, ast.If):
-            return any(map(kept, node.body + node.orelse))
-        return not isinstance(node, ast.Assign) or any(ast.unparse(target) not in targets for target in node.targets)
+            return all(assigns(part, left_out) for part in node.body + node.orelse)
+        return isinstance(node, ast.Assign) and all(ast.unparse(target) in left_out for target in node.targets)
 
-    init.body = [node for node in init.body if kept(node)]
+    children = {node.attr for node in uses} - {node.attr for node in uses if node not in called}
+    init.body = [node for node in init.body if not assigns(node, {f"self.{name}" for name in children})]
+    names = [node for node in ast.walk(init) if isinstance(node, ast.Name)]
+    unread = {n.id for n in names} - {n.id for n in names if isinstance(n.ctx, ast.Load)}
+    init.body = [node for node in init.body if not assigns(node, unread)]

@@ -1,0 +1,230 @@
+"""`rewrite refresh DIR`: an output's code written anew for the installed versions; its weights stay as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.garbage import collector_paused
+from rewriter.convert.conversion import CARD
+from rewriter.convert.output_manifest import verified
+from rewriter.convert.reshard import _scratch, manifest_file, to_disk
+from rewriter.convert.rewritten_source import Opened, rewritten, write_source
+from rewriter.convert.shrunken_copy import check_shrunken_copy
+from rewriter.emit import output_files
+from rewriter.emit.card import model_card
+from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, read_manifest, versions
+from rewriter.emit.output_directory import sha256_of, sync_directory
+from rewriter.ir import Program
+from rewriter.verify.comparison import Verification
+from rewriter.verify.real_ranks import compare_ranks
+from rewriter.verify.saved_output import config_of, golden_figures
+from rewriter.weights import Checkpoint
+from rewriter.weights.header import encode_header, read_header
+from rewriter.weights.references import references_text
+
+# Of config.json: names of kinds and modes may be others, but not where they are alike.
+_NAMED = ("rewriter_layers", "rewriter_pattern")
+_EXACT = ("rewriter_delays", "rewriter_norms", "rewriter_ranks")
+
+
+def refresh(
+    directory: str | os.PathLike[str],
+    *,
+    verify: str = "shrunken",
+    progress: Callable[..., None] = lambda *_: None,
+) -> dict[str, Any]:
+    """Write the code of an output anew, as this version writes it for the installed ones; returns what was compared.
+
+    The generated files, config.json, rewrite.json and the card are replaced; no file of weights is opened for writing.
+    The recipe is applied again to the output's own weights, which are also those of a fine-tuned model. What the new
+    code computes is verified first, unless `verify` is "none": a shrunken copy, and the golden logits, or where there
+    are none a few tokens on real ranks. A run that was interrupted is repaired by the next one.
+
+    Raises RewriterError for a directory that `rewrite` did not write, where the recipe is now wired in another way, and
+    where ranks would read other ranges of weights; VerificationError where the new code computes something else.
+    Nothing is changed then.
+    """
+    root = Path(os.path.realpath(directory))
+    manifest = read_manifest(root)
+    opened, before = Opened(root, manifest, config_of(root)), dict(manifest.versions)
+    with _scratch(root) as scratch:
+        progress("tracing")
+        with collector_paused():
+            layouts = _layouts(opened, scratch / "source")
+        program = layouts[mesh_name(manifest.mesh)][0]
+        texts = _texts(opened, layouts)
+        for name, text in texts.items():
+            to_disk(scratch / "view" / name, text)
+        found = Verification() if verify == "none" else check_shrunken_copy(program, progress)
+        _renew(manifest, {name: layout for name, (_, layout) in layouts.items()}, texts)
+        view = _view(root, scratch / "view", manifest)
+        figures: dict[str, Any] = {}
+        if verify != "none":
+            figures = _compare(root, view, program, manifest, before, found, progress)
+            checks = {check.name: check for check in (*manifest.verification.checks, *verified(found, verify).checks)}
+            manifest.verification.checks = [*checks.values()]
+        if manifest.adaptation is not None:
+            figures["note"] = "it was fine-tuned: its weights are kept, its code is new"
+        replaced = _replace(root, view, texts, manifest)
+    made = ", ".join(f"{name} {version}" for name, version in before.items())
+    return {"written": len(replaced), "code before was of": made, **found.figures(), **figures}
+
+
+def _layouts(opened: Opened, place: Path) -> dict[str, tuple[Program, output_files.PlannedFiles]]:
+    """By mesh, the recipe applied again to the output's weights, and the files that it gives."""
+    manifest = opened.manifest
+    source = write_source(opened, place)
+    if manifest.per_rank is not None and manifest.per_rank.untied:
+        _tie_norms(opened, source)
+    found = {}
+    for name, entry in manifest.runtime.items() or {mesh_name(manifest.mesh): None}.items():
+        degrees = {part[:2]: int(part[2:]) for part in name.split("-")}
+        program = rewritten(opened, source, tp=degrees.get("tp", 1), sp=degrees.get("sp", 1))
+        found[name] = program, output_files.plan(program, materialize=bool(entry and entry.ranks))
+    return found
+
+
+def _tie_norms(opened: Opened, source: Path) -> None:
+    """Give `source` files whose headers have one vector where the output has one for each rank, and no data: what is
+    traced and printed reads headers alone."""
+    bound, checkpoint = opened.manifest.per_rank, Checkpoint.open(opened.root)
+    assert bound is not None
+    for path, header in checkpoint.headers.items():
+        tensors = {
+            name: (info.dtype, (info.shape[0] // bound.ranks, *info.shape[1:]), info.nbytes // bound.ranks)
+            if name in bound.untied
+            else (info.dtype, info.shape, info.nbytes)
+            for name, info in header.tensors.items()
+        }
+        place, head = source / path.relative_to(checkpoint.directory), encode_header(tensors, header.metadata)
+        place.unlink()  # a link
+        with open(place, "wb") as file:
+            file.write(head)
+            file.truncate(len(head) + sum(nbytes for _, _, nbytes in tensors.values()))
+
+
+def _texts(opened: Opened, layouts: Mapping[str, tuple[Program, output_files.PlannedFiles]]) -> dict[str, str]:
+    """The files to write by name. Raises RewriterError where their code is for other weights than the output has."""
+    root, manifest, checkpoint = opened.root, opened.manifest, Checkpoint.open(opened.root)
+    texts: dict[str, str] = {}
+    for name, (program, layout) in layouts.items():
+        entry = manifest.runtime.get(name)
+        texts |= {file: text for file, text in layout.texts.items() if file.endswith(".py") or file == "config.json"}
+        for file, references in layout.references.items():
+            texts[file] = references_text(references, checkpoint)
+            if entry is not None and entry.weights is not None:
+                _require_same_ranges(root / entry.weights, texts[file])
+        if entry is not None and entry.ranks:
+            held = {tensor: info.shape for tensor, info in read_header(root / entry.ranks[0]).tensors.items()}
+            if held != {parameter: spec.shape for parameter, spec in program.parameters.items()}:
+                raise RewriterError(f"{root / entry.ranks[0]}: this version reads other tensors there. {_ADVICE}")
+    _require_same_wiring(opened, json.loads(texts["config.json"]))
+    return texts
+
+
+_ADVICE = "Convert the model again, or use the version that wrote it"
+
+
+def _require_same_wiring(opened: Opened, config: Mapping[str, Any]) -> None:
+    """Raise RewriterError unless every layer is of the kind that it was of, under whatever name."""
+    for name in (*_NAMED, *_EXACT):
+        old, new = opened.config.get(name), config.get(name)
+        if name in _NAMED and isinstance(old, list) and isinstance(new, list):
+            old, new = _numbered(old), _numbered(new)
+        if old != new and not (name in _EXACT and old is None):  # earlier versions did not write all of them
+            raise RewriterError(f"{opened.root}: its recipe would now be wired in another way ({name}). {_ADVICE}")
+
+
+def _numbered(values: list[Any]) -> list[Any]:
+    """The same list with every name replaced by the place where it first stands."""
+    flat = [tuple(sorted(value.items())) if isinstance(value, dict) else value for value in values]
+    return [flat.index(value) for value in flat]
+
+
+def _require_same_ranges(path: Path, text: str) -> None:
+    """Raise RewriterError where the ranks would read other ranges of the checkpoint than they did."""
+    old, new = (json.loads(t)["parameters"].values() for t in (path.read_text(encoding="utf-8"), text))
+    was, now = ({json.dumps(entry[:3]) for entry in entries} for entries in (old, new))
+    if was != now:
+        first = min(was ^ now, key=len)
+        raise RewriterError(f"{path}: ranks would read other ranges of the checkpoint ({first:.120}). {_ADVICE}")
+
+
+def _renew(manifest: Manifest, layouts: Mapping[str, output_files.PlannedFiles], texts: Mapping[str, str]) -> None:
+    """Say in the manifest what the new files are."""
+    main = layouts[mesh_name(manifest.mesh)]
+    stale = manifest.adapted.modeling
+    manifest.refreshed.append(dict(manifest.versions))
+    manifest.versions = versions()
+    manifest.adapted.modeling, manifest.adapted.model_type = main.modeling, main.model_type
+    for name, entry in manifest.runtime.items():
+        new = layouts[name].runtime[name]
+        entry.module, entry.class_name, entry.sequence = new.module, new.class_name, new.sequence
+        entry.weights = entry.weights and new.weights
+    if manifest.per_rank is not None and main.per_rank is not None:
+        manifest.per_rank.pattern, manifest.per_rank.modes = main.per_rank.pattern, main.per_rank.modes
+    if stale is not None and stale not in texts:
+        manifest.files.pop(stale, None)
+
+
+def _view(root: Path, view: Path, manifest: Manifest) -> Path:
+    """`root` by links, with the new files of `view` in place of its own, and the manifest of both."""
+    for path in root.rglob("*"):
+        name = path.relative_to(root)
+        old_code = path.suffix == ".py" and path.parent == root
+        if name.parts[0] in (MANIFEST, CARD) or name.parts[0].startswith(".") or old_code or not path.is_file():
+            continue
+        if not (view / name).exists():
+            (view / name).parent.mkdir(parents=True, exist_ok=True)
+            (view / name).symlink_to(path)
+    written = [path for path in view.rglob("*") if path.is_file() and not path.is_symlink()]
+    manifest.files |= {path.relative_to(view).as_posix(): sha256_of(path) for path in written}
+    manifest_file(view, manifest)
+    return view
+
+
+def _compare(
+    root: Path,
+    view: Path,
+    program: Program,
+    manifest: Manifest,
+    before: Mapping[str, str],
+    found: Verification,
+    progress: Callable[..., None],
+) -> dict[str, Any]:
+    """Compare the new code with the golden logits, else its ranks with their reference."""
+    try:
+        if manifest.golden is not None:
+            return golden_figures(view, manifest, progress)
+        if manifest.runtime and not (manifest.per_rank and manifest.per_rank.untied):
+            compare_ranks(program, manifest.mesh, view, found, progress=progress)
+    except VerificationError as error:
+        now = manifest.versions
+        raise VerificationError(
+            f"{root}: with transformers {now['transformers']} it would compute something else than with "
+            f"{before.get('transformers')}, for which its code was written: {error}. Nothing was changed: use that one"
+        ) from error
+    return {}
+
+
+def _replace(root: Path, view: Path, texts: Mapping[str, str], manifest: Manifest) -> list[str]:
+    """Put the new files in the place of the old ones, each at once, and the manifest last; returns their names."""
+    if not (root / CARD).is_file() or manifest.files.get(CARD) == sha256_of(root / CARD):
+        to_disk(view / CARD, model_card(manifest, root))
+        manifest.files[CARD] = sha256_of(view / CARD)
+    names = [*texts, *[CARD] * (view / CARD).exists()]
+    manifest_file(view, manifest)
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(view / name, root / name)
+    for path in root.glob("*.py"):
+        if path.name.startswith("modeling_rewriter_") and path.name not in manifest.files:
+            path.unlink()
+    os.replace(view / MANIFEST, root / MANIFEST)
+    sync_directory(root)
+    return [*names, MANIFEST]

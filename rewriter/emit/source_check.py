@@ -1,0 +1,90 @@
+"""The end of a generated modeling file: the classes that it was made for, and what it does where others are found."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import transformers
+from packaging.version import Version
+
+from rewriter.emit.python_source import LINE_LENGTH, bracketed, literal, quoted
+from rewriter.emit.source_classes import config_module
+from rewriter.emit.source_fingerprints import in_words, installed_fingerprint, table, versions_with
+from rewriter.emit.verbatim import fingerprint, source_check, source_of
+from rewriter.ir import Source
+from rewriter.tracing.shrink import representatives, shrink
+
+_NOT_SIZES = ("architectures", "auto_map", "dtype", "model_type", "quantization_config", "transformers_version")
+
+
+_INTRODUCTION = (
+    "# The layers above were made for these classes. Where they compute something else, so would the layers."
+)
+
+
+def _small(source: Source, examples: Collection[int]) -> tuple[dict[str, Any], list[int]]:
+    """Settings of a small config of the source's kind, and the layers that it has, `examples` among them.
+
+    Nothing, where there is no such config: the file then refuses classes that it does not know.
+    """
+    config_class = getattr(importlib.import_module(config_module(source)), source.config_class)
+    try:
+        config = config_class.from_dict(dict(source.config))
+        kept = sorted({*representatives(config, []), *examples})
+        found, usual = shrink(config, kept).to_diff_dict(), config_class().to_dict()
+        found = {k: v for k, v in found.items() if k not in _NOT_SIZES and not k.startswith("_")}
+        settings = {k: v for k, v in found.items() if k not in usual or usual[k] != v}
+        config_class(**settings)
+        return (settings, kept) if ast.literal_eval(f"{{{_filled(settings)}}}") == settings else ({}, [])
+    except Exception:  # whatever the config's class raises
+        return {}, []
+
+
+def _filled(settings: Mapping[str, Any]) -> str:
+    """A dictionary's items as lines, each item in one where it fits."""
+    items = (f"{quoted(name)}: {literal(value)}" for name, value in settings.items())
+    text = ", ".join(item.replace(" ", "\0") if len(item) < LINE_LENGTH // 2 else item for item in items)
+    pad = " " * 4
+    wrapped = textwrap.wrap(text, LINE_LENGTH - 5, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(f"{pad}{line}" for line in wrapped).replace("\0", " ")
+
+
+def checking_code(source: Source, read: Sequence[str], forward_only: bool, caches: bool) -> list[str]:
+    """The code that raises where the source's layers are not those that were read.
+
+    `read` is the name of every layer's class as it was read. Without `forward_only` the code of children counts too.
+    With `caches`, layers note what children call the cache.
+    """
+    places = {cls.name: cls.module for cls in source.layer_classes}
+    known = {name: installed_fingerprint(module, name, forward_only) for name, module in places.items()}
+    named = [versions_with(module, name, forward_only, known[name]) for name, module in places.items()]
+    versions = in_words(set.intersection(*named) | {transformers.__version__})
+    newest = max([*table()["versions"], transformers.__version__], key=Version)
+    small, kept = _small(source, {read.index(name) for name in read})
+    tried = forward_only and bool(small)
+    rows = [f"    {name}: {quoted(digest)}," for name, digest in known.items()]
+    constants = ["FINGERPRINTS = {", *rows, "}", f"MADE_WITH = {quoted(transformers.__version__)}"]
+    constants.append(f"VERSIONS = {quoted(versions)}  # that are known to have these classes")
+    if tried:
+        constants.append(f"NEWEST = {quoted(newest)}  # that was known")
+        constants.append("# A model of these settings has few and small layers of every kind.")
+        constants += ["SMALL = {", _filled(small), "}  # fmt: skip"]
+        constants.append(bracketed("READ = [", [read[layer] for layer in kept], "]", 0))
+    names = {"SourceConfig": source.config_class, "SourceModel": source.architecture}
+    parts = [fingerprint.fingerprint, fingerprint.printed, *[fingerprint.leave_out_children] * forward_only]
+    code = ["\n".join([_INTRODUCTION, *constants])]
+    whole = {"FORWARD_ONLY": str(forward_only)}
+    code.append(source_of(source_check.check_source, whole, ["NEWEST"] * (not tried)))
+    if tried:
+        code.append(
+            source_of(source_check.difference, names, ["name_caches"] * (not caches)).replace(
+                "model.layers", f"model.{source.layers}"
+            )
+        )
+        code.append(source_of(source_check.logits_of))
+    code += [source_of(part, absent=["forward_only"] * (not forward_only)) for part in parts]
+    return [*code, "check_source()"]
