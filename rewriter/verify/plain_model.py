@@ -35,7 +35,7 @@ class PlainTensors:
         root = Path(directory)
         config = json.loads((root / "config.json").read_text(encoding="utf-8"))
         places = [(part, key) for part in (config, config.get("text_config") or {}) for key in _SAID]
-        self.said = next((part[key] for part, key in places if part.get(key)), {})
+        self.said: dict[str, Any] = next((part[key] for part, key in places if part.get(key)), {})
         self.method = str(self.said.get("quant_method", "")).replace("_", "-")
         index = root / "model.safetensors.index.json"
         single = not index.is_file() or (root / "model.safetensors").is_file()
