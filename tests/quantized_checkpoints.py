@@ -37,11 +37,13 @@ def write(directory: Path, family: str, pack: Pack, said: Mapping[str, Any], **b
     return quantize(directory, pack, said, **beside)
 
 
+@torch.no_grad()
 def draw_routing(model: torch.nn.Module) -> None:
-    """Biases of DeepSeek-V3's routing as trained ones are: near each other, and far from zero."""
+    """Biases of DeepSeek-V3's routing as trained ones are: far from zero, and as near each other as the scores."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(8 + 0.02 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(len(name))))
+            model.get_parameter(name.replace("e_score_correction_bias", "weight")).mul_(0.02)
 
 
 def quantize(
