@@ -49,8 +49,8 @@ def draw_routing(model: torch.nn.Module) -> None:
 def quantize(
     directory: Path, pack: Pack, said: Mapping[str, Any], dtype: str = "float32", named: bool = True, plain: str = ""
 ) -> Tensors:
-    """The same of a checkpoint of one file that is there, in its place: what is not quantized is stored in `dtype`, which
-    config.json names or not (`named`), but tensors whose name has the end `plain` are not quantized either."""
+    """The same of a checkpoint of one file that is there, in its place. What is not quantized is stored in `dtype`,
+    which config.json names or not (`named`); tensors whose names end in `plain` are not quantized either."""
     file = directory / "model.safetensors"
     stored: Tensors = {}
     meant: Tensors = {}

@@ -403,7 +403,7 @@ def test_quantized_weights_are_not_trained(made: Made, tmp_path: Path) -> None:
 
     out = write(made["awq"][0], tmp_path / "out", "ladder-upper-half")
     with pytest.raises(RewriterError, match=r"are quantized, and cannot be trained. Rewrite with --dequantize"):
-        open_output(out)
+        open_output(out, trained=True)
 
 
 # --- all of it

@@ -60,10 +60,12 @@ def heal(
         data = place / "own.jsonl"
         recipe = Recipe.parse(found.recipe)
         tp, sp = found.ranks["tp"], found.ranks["sp"]
-        convert(str(program.source.path), recipe, out=place / "rewritten", tp=tp, sp=sp, verify="none")
+        stored = any(program.source.config.get(name) for name in ("quantization_config", "compression_config"))
+        source, out = str(program.source.path), place / "rewritten"
+        convert(source, recipe, out=out, tp=tp, sp=sp, verify="none", dequantize=stored)
         _write_texts(program, data, rows, length, seed + 1, progress)
         options = Options(tokens=rows * length, length=length, settings={"seed": seed, "use_cpu": True})
-        adapt(place / "rewritten", data=data, out=healing.out, verify="none", options=options, progress=progress)
+        adapt(out, data=data, out=healing.out, verify="none", options=options, progress=progress)
         opened = open_output(healing.out)
         after = _rise(rewritten(opened, write_source(opened, place / "source")), tails, text)
     assert found.chosen.held_out is not None
