@@ -21,56 +21,79 @@ Pack = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
-def write(directory: Path, family: str, pack: Pack, said: Mapping[str, Any], dtype: str = "float32") -> Tensors:
-    """Write `family` with every linear weight of its layers packed; returns what it stands for: fp32,
-    and of `dtype` what is not quantized."""
+def write(directory: Path, family: str, pack: Pack, said: Mapping[str, Any], **beside: Any) -> Tensors:
+    """Write `family` with every linear weight of its layers packed; returns what it stands for: fp32, and as `quantize`
+    stores it what is not quantized."""
     source = zoo.config(family)
     if family == "gpt_oss":
         source.intermediate_size = 64  # whole groups of 32
+    if family == "deepseek_v3":  # blocks of 16 divide neither 24 rows of keys and values nor experts of 24 channels
+        source.first_k_dense_replace, source.moe_intermediate_size, source.n_shared_experts = 1, 24, 1
+        source.n_routed_experts, source.num_experts_per_tok, source.n_group, source.topk_group = 8, 2, 2, 1
     model = AutoModelForCausalLM.from_config(source, dtype=torch.float32)
     zoo.randomize(model, seed=0)
+    draw_routing(model)
     model.save_pretrained(directory)
-    return quantize(directory, pack, said, dtype)
+    return quantize(directory, pack, said, **beside)
 
 
-def quantize(directory: Path, pack: Pack, said: Mapping[str, Any], dtype: str = "float32") -> Tensors:
-    """The same of a checkpoint of one file that is there, in its place."""
+@torch.no_grad()
+def draw_routing(model: torch.nn.Module) -> None:
+    """Biases of DeepSeek-V3's routing as trained ones are: far from zero, and as near each other as the scores."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(8 + 0.02 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(len(name))))
+            model.get_parameter(name.replace("e_score_correction_bias", "weight")).mul_(0.02)
+
+
+def quantize(
+    directory: Path, pack: Pack, said: Mapping[str, Any], dtype: str = "float32", named: bool = True, plain: str = ""
+) -> Tensors:
+    """The same of a checkpoint of one file that is there, in its place. What is not quantized is stored in `dtype`,
+    which config.json names or not (`named`); tensors whose names end in `plain` are not quantized either."""
     file = directory / "model.safetensors"
     stored: Tensors = {}
     meant: Tensors = {}
     for name, tensor in load_file(file).items():
         linear = tensor.dim() > 1 and "layers." in name and "proj" in name and "bias" not in name
-        plain = tensor.to(getattr(torch, dtype))
-        parts, meant[name] = pack(name, tensor) if linear else ({name: tensor}, tensor)
-        if set(parts) == {name} and parts[name] is tensor:
-            parts, meant[name] = {name: plain}, plain
+        parts, meant[name] = {name: tensor}, tensor
+        if linear and not (plain and name.endswith(plain)):
+            parts, meant[name] = pack(name, tensor)
+        if set(parts) == {name} and parts[name] is tensor and not name.endswith("e_score_correction_bias"):
+            parts[name] = meant[name] = tensor.to(getattr(torch, dtype))
         stored |= {part: value.contiguous() for part, value in parts.items()}
     save_file(stored, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config |= {"quantization_config": dict(said), "dtype": dtype}
+    if not named:
+        del config["dtype"]
     (directory / "config.json").write_text(json.dumps(config))
     return meant
 
 
-def fp8_codes(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fp8_codes(
+    weight: torch.Tensor, rows: int, columns: int, scaled: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, scales of blocks of rows × columns, what they stand for)."""
     high, wide = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
     scales = torch.empty(high, wide)
+    exponents = scaled in (torch.uint8, torch.float8_e8m0fnu)
     codes, meant = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
     for i in range(high):
         for j in range(wide):
             block = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
-            scales[i, j] = weight[block].abs().max() / 448
+            scale = weight[block].abs().max() / 400  # so that a rounded scale saturates nothing
+            scales[i, j] = scale.log2().ceil().exp2() if exponents else scale.to(scaled)
             codes[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
             meant[block] = codes[block].float() * scales[i, j]
-    return codes, scales, meant
+    return codes, (scales.log2() + 127).to(scaled) if scaled == torch.uint8 else scales.to(scaled), meant
 
 
-def fp8_blocks(rows: int, columns: int) -> tuple[Pack, dict[str, Any]]:
-    """transformers' finegrained fp8: weight and weight_scale_inv."""
+def fp8_blocks(rows: int, columns: int, scaled: torch.dtype = torch.float32) -> tuple[Pack, dict[str, Any]]:
+    """transformers' finegrained fp8: weight and weight_scale_inv, in the dtype `scaled`; uint8 holds exponents."""
 
     def pack(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        codes, scales, meant = fp8_codes(weight, rows, columns)
+        codes, scales, meant = fp8_codes(weight, rows, columns, scaled)
         return {name: codes, f"{name}_scale_inv": scales}, meant
 
     return pack, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}
@@ -180,6 +203,8 @@ def mxfp4() -> tuple[Pack, dict[str, Any]]:
 MAKERS: Mapping[str, tuple[str, tuple[Pack, dict[str, Any]]]] = {
     "fp8-blocks": ("llama", fp8_blocks(16, 16)),
     "fp8-experts": ("qwen3_moe", fp8_blocks(16, 16)),
+    "fp8-deepseek": ("deepseek_v3", fp8_blocks(16, 16, torch.bfloat16)),
+    "fp8-exponents": ("llama_tied", fp8_blocks(24, 32, torch.uint8)),
     "fp8-tensor": ("llama", compressed_fp8("tensor")),
     "autofp8": ("llama", autofp8()),
     "fp8-channel": ("qwen2", compressed_fp8("channel")),
@@ -191,7 +216,7 @@ MAKERS: Mapping[str, tuple[str, tuple[Pack, dict[str, Any]]]] = {
 }
 
 
-def make(kind: str, directory: Path, dtype: str = "float32") -> Tensors:
+def make(kind: str, directory: Path, dtype: str = "float32", **beside: Any) -> Tensors:
     """A checkpoint of one of MAKERS; returns what its tensors stand for, by the names without quantization."""
     family, (pack, said) = MAKERS[kind]
-    return write(directory, family, pack, said, dtype)
+    return write(directory, family, pack, said, dtype=dtype, **beside)

@@ -29,6 +29,7 @@ from rewriter.kernels import stored_weights
 from rewriter.passes.permute import Permute
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
+from rewriter.verify.plain_model import PlainTensors, plain_model
 from rewriter.verify.simulate import load_weights, simulate
 from rewriter.weights import Checkpoint
 from rewriter.weights.narrowing import is_dequantized, narrowed
@@ -39,11 +40,20 @@ KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) fo
 Made = dict[str, tuple[Path, dict[str, torch.Tensor]]]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+# As published: what is not quantized is in one of these dtypes, and config.json names it or not.
+BESIDE = [(dtype, named) for dtype in ("bfloat16", "float16", "float32") for named in (True, False)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[BESIDE[0], *(pytest.param(beside, marks=pytest.mark.slow) for beside in BESIDE[1:])],
+    ids=lambda beside: f"{beside[0]}{'' if beside[1] else ', not named'}",
+)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """By kind, (directory, what its tensors stand for)."""
     root = tmp_path_factory.mktemp("quantized")
-    return {kind: (root / kind, quantized_checkpoints.make(kind, root / kind)) for kind in MAKERS}
+    dtype, named = request.param
+    return {kind: (root / kind, quantized_checkpoints.make(kind, root / kind, dtype, named=named)) for kind in MAKERS}
 
 
 @functools.cache
@@ -65,9 +75,10 @@ def transformers_model(directory: Path) -> torch.nn.Module:
     """As transformers dequantizes it, fp32."""
     said = json.loads((directory / "config.json").read_text())["quantization_config"]
     chosen = AutoQuantizationConfig.from_dict({**said, "dequantize": True})
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         directory, quantization_config=chosen, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
+    return model.float().eval()  # before 5.24 what is not quantized keeps the dtype that it is stored in
 
 
 # --- what weights stand for
@@ -85,6 +96,16 @@ def test_weights_are_what_was_packed(made: Made, kind: str) -> None:
     assert sum(is_dequantized(p.expression) for p in program.parameters.values() if p.expression) >= 8
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_reference_reads_what_was_packed(made: Made, kind: str) -> None:
+    """By code of its own, though verification compares with it."""
+    source, meant = made[kind]
+    plain = PlainTensors(source)
+    assert set(plain.names()) == set(meant)
+    for name in meant:
+        torch.testing.assert_close(plain.read(name), meant[name], rtol=0, atol=0, msg=name)
+
+
 @pytest.mark.parametrize("kind", ["fp8-blocks", "fp8-experts", "mxfp4", "fp8-tensor", "fp8-channel"])
 @torch.no_grad()
 def test_logits_are_those_of_transformers(made: Made, kind: str) -> None:
@@ -93,9 +114,10 @@ def test_logits_are_those_of_transformers(made: Made, kind: str) -> None:
     source, _ = made[kind]
     ids = zoo.batch()
     expected = transformers_model(source)(ids, use_cache=False).logits
-    found = simulate(traced(source), ids)
+    found = simulate(traced(source), ids, dtype=torch.float32)
     assert (found - expected).norm() <= 1e-5 * expected.norm()
-    assert (simulate(sharded(source), ids) - expected).norm() <= 1e-4 * expected.norm()
+    assert (simulate(sharded(source), ids, dtype=torch.float32) - expected).norm() <= 1e-4 * expected.norm()
+    assert (plain_model(source)[0](ids, use_cache=False).logits - expected).norm() <= 1e-5 * expected.norm()
 
 
 def fp8_of_transformers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -220,7 +242,8 @@ def test_the_adapted_checkpoint_keeps_them_and_ranks_read_its_ranges(made: Made,
                 if spec.ranges is not None:
                     assert spec.dim is not None
                     expected = torch.cat([expected.narrow(spec.dim, a, b - a) for a, b in spec.ranges[rank]], spec.dim)
-                torch.testing.assert_close(read[name], expected, rtol=0, atol=0, msg=name)
+                dtype = torch.float32 if name.endswith("e_score_correction_bias") else meant["model.norm.weight"].dtype
+                torch.testing.assert_close(read[name], expected.to(dtype), rtol=0, atol=0, msg=name)
                 checked += 1
     assert checked > 20
 
@@ -277,12 +300,13 @@ def test_a_recipe_that_reorders_weights_needs_them_dequantized(made: Made, tmp_p
         output.manifest({})
     written = load_file(tmp_path / "out" / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
-    assert not torch.equal(written[name], meant[name])
-    assert torch.equal(written[name].sort(-1).values, meant[name].sort(-1).values)
+    rounded = meant[name].to(written[name].dtype)
+    assert not torch.equal(written[name], rounded)
+    assert torch.equal(written[name].sort(-1).values, rounded.sort(-1).values)
     read = RankWeights.open(tmp_path / "out", tmp_path / "out/runtime/tp2/weights.json", 1).read({name: None}, "cpu")
     spec = permuted.parameters[name]
     assert spec.expression is not None
-    assert torch.equal(read[name], Checkpoint.open(source).evaluate(spec.on_rank(1)))
+    assert torch.equal(read[name], Checkpoint.open(source).evaluate(spec.on_rank(1)).to(read[name].dtype))
 
 
 # --- refusals
@@ -379,7 +403,7 @@ def test_quantized_weights_are_not_trained(made: Made, tmp_path: Path) -> None:
 
     out = write(made["awq"][0], tmp_path / "out", "ladder-upper-half")
     with pytest.raises(RewriterError, match=r"are quantized, and cannot be trained. Rewrite with --dequantize"):
-        open_output(out)
+        open_output(out, trained=True)
 
 
 # --- all of it

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rewriter as rw
-from rewriter.common.errors import RewriterError
 from rewriter.emit.weight_references import cast_dtypes
+from rewriter.ir import Program
 from rewriter.runtime import Context, load
 from rewriter.weights import Checkpoint
 
@@ -58,6 +58,11 @@ def rank_logits(group: object, directory: str) -> torch.Tensor:
     return found
 
 
+def casts_of(program: Program) -> dict[str, str]:
+    checkpoint = Checkpoint.open(str(program.source.path))
+    return cast_dtypes(program, checkpoint, checkpoint.dtypes, program.source.config)
+
+
 @pytest.mark.parametrize("case", MIXED)
 @pytest.mark.parametrize("materialize", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_compute_in_one_dtype(case: str, materialize: bool, tmp_path: Path) -> None:
@@ -77,27 +82,26 @@ def test_ranks_compute_in_one_dtype(case: str, materialize: bool, tmp_path: Path
 
 def test_what_is_stored_alike_is_computed_with_as_it_is(tmp_path: Path) -> None:
     path = source(tmp_path / "source", lambda _: BF16, "float32")
-    assert cast_dtypes(rw.trace(path), Checkpoint.open(path)) == {}
+    assert casts_of(rw.trace(path)) == {}
 
 
 def test_what_transformers_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
     path = source(tmp_path / "source", lambda name: FP32 if "norm" in name else BF16, "bfloat16")
-    program, checkpoint = rw.trace(path), Checkpoint.open(path)
+    program = rw.trace(path)
     norms = {name for name in program.parameters if "norm" in name}
-    assert cast_dtypes(program, checkpoint) == dict.fromkeys(norms, "BF16")
-    kept = program.with_(source=replace(program.source, fp32=("norm", "*.mlp.down")))
+    assert casts_of(program) == dict.fromkeys(norms, "BF16")
+    kept = program.with_(source=replace(program.source, fp32={"bfloat16": ("norm", ".*.mlp.down"), "float16": ()}))
     down = {name for name in program.parameters if "down_proj" in name}
     assert len(down) == 4
-    assert cast_dtypes(kept, checkpoint) == dict.fromkeys(down, "F32")
+    assert casts_of(kept) == dict.fromkeys(down, "F32")
 
 
-def test_parts_of_one_parameter_in_several_dtypes_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("materialize", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_parts_of_one_parameter_may_be_stored_in_several_dtypes(tmp_path: Path, materialize: bool) -> None:
     path = source(tmp_path / "source", lambda name: FP32 if "q_proj" in name else BF16, "bfloat16")
     program = rw.rewrite(rw.trace(path), "tensor-parallel", tp=2)
-    with pytest.raises(RewriterError, match=r"different dtypes .*q_proj.weight is F32.*--dtype"):
-        rw.save(program, tmp_path / "out", verify="none")
-    assert not (tmp_path / "out").exists()
-    rw.save(program, tmp_path / "out", verify="none", dtype="bf16")
-    right = expected(tmp_path / "out")
+    rw.save(program, tmp_path / "out", verify="none", materialize=materialize)
+    right = expected(path)
     for found in run_ranks(rank_logits, 2, str(tmp_path / "out")):
+        assert found.dtype == BF16
         assert relative_error(found.float(), right.float()) <= 3e-2

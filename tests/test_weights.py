@@ -127,10 +127,13 @@ def test_evaluate(
     assert same(Checkpoint.open(tmp_path).evaluate(expression), expected(weights))
 
 
-def test_evaluate_refuses_mixed_dtypes(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    with pytest.raises(RewriterError, match=r"a is F32, b is BF16"):
-        Checkpoint.open(tmp_path).evaluate(Concat((Tensor("a"), Tensor("b")), 0))
+def test_evaluate_mixes_floating_point_dtypes_only(tmp_path: Path) -> None:
+    stored = {"a": torch.zeros(2), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.zeros(2, dtype=torch.int32)}
+    save_file(stored, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert same(checkpoint.evaluate(Concat((Tensor("a"), Tensor("b")), 0)), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    with pytest.raises(RewriterError, match=r"a is F32, c is I32"):
+        checkpoint.evaluate(Concat((Tensor("a"), Tensor("c")), 0))
 
 
 def test_packed_dtypes_can_be_listed_but_not_read(tmp_path: Path) -> None:

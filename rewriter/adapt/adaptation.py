@@ -78,7 +78,7 @@ def adapt(
     not finite; VerificationError where what was written does not compute what the recipe says, and where weights, code
     or config of `directory` have changed since they were written.
     """
-    opened, final = open_output(directory), Path(os.path.abspath(out))
+    opened, final = open_output(directory, trained=True), Path(os.path.abspath(out))
     known = teacher is not None or opened.manifest.adaptation is None
     chosen = (options or Options()).resolved(known)
     require("adapt", "rewrite adapt", "accelerate")
@@ -158,7 +158,7 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     del theirs, trunk, trainer
     run.progress("writing the result")
     adapted_output.merge(built)
-    adapted_output.round_to(built.model.module, getattr(torch, run.opened.dtype))
+    adapted_output.round_to(built.model.module, run.source, run.opened.dtype)
     losses: dict[str, float] = {name: facts[name] for name in ("original", "before") if name in facts}
     losses["after"] = run.measured(built.model)
     adapted_output.collect(run, built)

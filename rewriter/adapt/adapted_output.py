@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from rewriter.convert.reopened import taken_over
 from rewriter.convert.rewritten_source import rewritten, write_source
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry
+from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.training.zero.comm_hooks import free_gathered
 from rewriter.weights import Checkpoint
 
@@ -48,13 +50,17 @@ def merge(built: Student) -> None:
 
 
 @torch.no_grad()
-def round_to(module: nn.Module, dtype: torch.dtype) -> None:
-    """Round all weights to the dtype that they are stored in: the loss after training is of those."""
+def round_to(module: nn.Module, source: Path, dtype: str) -> None:
+    """Round all weights to the dtype that they are stored in: the loss after training is of those.
+
+    What transformers has in fp32 in the model in `source`, loaded in `dtype` ("bfloat16"), stays so.
+    """
     free_gathered(module)
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
+    fp32 = build_skeleton(load_config(source)).fp32.get(dtype, ())
+    for name, parameter in base_of(module).named_parameters():
+        if parameter.is_floating_point() and not any(re.search(pattern, name) for pattern in fp32):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(local.to(dtype))
+            local.copy_(local.to(getattr(torch, dtype)))
 
 
 def collect(run: Run, built: Student) -> None:

@@ -53,8 +53,9 @@ class Opened:
         return self.manifest.per_rank is not None
 
 
-def open_output(directory: str | os.PathLike[str]) -> Opened:
-    """Read manifest and config. Raises RewriterError for a directory that cannot be trained, with the reason."""
+def open_output(directory: str | os.PathLike[str], trained: bool = False) -> Opened:
+    """Read manifest and config. Raises RewriterError for a directory that cannot be traced again, or is to be `trained`
+    and cannot, with the reason."""
     root = Path(directory)
     manifest = read_manifest(root)
     timing = [entry.name for entry in manifest.passes if entry.kind == "timing only"]
@@ -67,7 +68,7 @@ def open_output(directory: str | os.PathLike[str]) -> Opened:
             "trainer of your own: the checkpoint loads in transformers"
         )
     config = read_json(root / "config.json", "Rewrite the model again.")
-    if top_setting(config, "quantization_config"):
+    if trained and top_setting(config, "quantization_config", "compression_config"):
         raise RewriterError(f"{root}: its weights are quantized, and cannot be trained. Rewrite with --dequantize")
     return Opened(root, manifest, config)
 

@@ -70,6 +70,11 @@ def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = read_json(directory / "config.json", "It is no Hugging Face model.")
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise RewriterError(
+            f"{directory}: its weights are quantized, and the export is of plain ones. Rewrite the model with "
+            "--dequantize, and export that."
+        )
     if "auto_map" in config and not trust_remote_code:
         _require_own_code(directory)
     try:

@@ -25,11 +25,10 @@ from rewriter.emit.weight_references import cast_dtypes, weight_references, writ
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
-from rewriter.weights.checkpoint import INDEX, mixed_dtypes, torch_dtype
+from rewriter.weights.checkpoint import INDEX, evaluate, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.finite import Watched, watched
 from rewriter.weights.header import read_header
-from rewriter.weights.narrowing import is_dequantized
 from rewriter.weights.references import references_text
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,17 +67,15 @@ class PlannedFiles:
         quantized = None if self.kept is None or self.target is not None else self.kept.dequantized
         return None if quantized is None else torch_dtype(quantized.dtype, "its weights")
 
-    def rounding(self, expression: Expression) -> torch.dtype | None:
-        """The precision in which the output holds what an expression over the source gives; None: all of it.
-
-        Raises RewriterError for an expression over tensors of several dtypes.
-        """
+    def held(self, expression: Expression) -> torch.Tensor:
+        """What an expression over the source gives, fp32, with the precision in which the output holds it."""
         assert self.kept is not None
-        expression = self.kept.named(expression)
-        dtypes = expression.dtypes(self.written)
-        if len(dtypes) > 1:
-            raise mixed_dtypes(self.checkpoint, expression)
-        return None if is_dequantized(expression) else torch_dtype(dtypes.pop(), str(expression))
+        tensors = self.kept.tensors
+
+        def read(name: str) -> torch.Tensor:
+            return self.checkpoint.evaluate(tensors[name]).to(torch_dtype(self.written[name], name))
+
+        return evaluate(self.kept.named(expression), read).to(torch.float32)
 
     def names(self) -> list[str]:
         """Every file, sorted."""
@@ -158,7 +155,7 @@ def plan(
             shards[name] = {
                 parameter: (
                     kept.stored(spec.on_rank(rank)),
-                    torch_dtype(casts.get(parameter) or min(spec.on_rank(rank).dtypes(written)), parameter),
+                    torch_dtype(casts.get(parameter) or next(iter(spec.on_rank(rank).dtypes(written))), parameter),
                 )
                 for parameter, spec in program.parameters.items()
             }

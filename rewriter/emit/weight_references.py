@@ -27,11 +27,8 @@ from rewriter.emit.changed_weights import lowered
 from rewriter.emit.kept_tensors import KeptTensors
 from rewriter.ir import Program
 from rewriter.weights import Checkpoint
-from rewriter.weights.checkpoint import TORCH_DTYPES, mixed_dtypes
-from rewriter.weights.narrowing import is_dequantized
+from rewriter.weights.checkpoint import FLOATS, TORCH_DTYPES
 from rewriter.weights.quantized_tensors import OF_TORCH, usual_dtype
-
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def written_dtypes(program: Program, kept: KeptTensors, target: torch.dtype | None) -> dict[str, str]:
@@ -64,27 +61,16 @@ def cast_dtypes(
     `written` are the dtypes of the adapted checkpoint's tensors, `config` its config.json. A model whose parameters are
     stored in several dtypes computes in one: transformers casts all to the config's, or where that says none to the
     first tensor's, but for those that it has in fp32. What quantized weights stand for counts as stored in that dtype.
-    Where all are stored alike none is cast. Raises RewriterError for a parameter that is made of tensors of several
-    dtypes.
+    Where all are stored alike none is cast.
     """
     stored = {
-        name: spec.expression.dtypes(written)
-        for name, spec in program.parameters.items()
-        if spec.expression is not None
+        n: spec.expression.dtypes(written) for n, spec in program.parameters.items() if spec.expression is not None
     }
-    for name, dtypes in stored.items():
-        if len(dtypes) > 1 and (expression := program.parameters[name].expression) is not None:
-            raise mixed_dtypes(checkpoint, expression)
     if len(set().union(*stored.values()) & FLOATS) < 2:
         return {}
     usual = usual_dtype(checkpoint, config)
     wanted = {n: "F32" if kept_in_fp32(program, usual, n) else usual for n in stored}
-    quantized = {n for n, p in program.parameters.items() if p.expression is not None and is_dequantized(p.expression)}
-    return {
-        name: wanted[name]
-        for name, dtypes in stored.items()
-        if name not in quantized and dtypes <= FLOATS and dtypes != {wanted[name]}
-    }
+    return {name: wanted[name] for name, dtypes in stored.items() if dtypes <= FLOATS and dtypes != {wanted[name]}}
 
 
 def weight_references(

@@ -40,7 +40,7 @@ class RealWeights:
         self.layout, self.progress = layout, progress
         progress("reading the weights")
         self.stored = load_weights(self.single, torch.float32)
-        self.written = {n: self._rounded(self.single, n, t) for n, t in self.stored.items()}
+        self.written = self._as_written(self.single, self.stored)
 
     def golden(self) -> bytes:
         """A safetensors file: the golden tokens and the logits after them, of one device.
@@ -94,13 +94,15 @@ class RealWeights:
         if program is self.single:
             return self.written
         found = other_weights(program, self.single, self.written)
-        return {n: t if self.written.get(n) is t else self._rounded(program, n, t) for n, t in found.items()}
+        others = {name: tensor for name, tensor in found.items() if self.written.get(name) is not tensor}
+        return {**found, **self._as_written(program, others)}
 
-    def _rounded(self, program: Program, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter of `program`, with the precision that the output holds it in."""
-        expression = program.parameters[name].expression
-        dtype = None if expression is None else self.layout.rounding(expression)
-        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype).to(tensor.dtype)
+    def _as_written(self, program: Program, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Parameters of `program` with the precision in which the output holds them; `weights` where it holds all."""
+        if self.layout.target is None and self.layout.dequantized is None:
+            return weights
+        expressions = {name: program.parameters[name].expression for name in weights}
+        return {name: self.layout.held(e) for name, e in expressions.items() if e is not None}
 
     @torch.no_grad()
     def compare(self, found: Verification) -> None:

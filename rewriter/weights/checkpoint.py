@@ -26,6 +26,7 @@ INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.bin.index.json", "*.ckpt", "*.pkl")
 MAX_INDEX = 500_000_000
 COMPARED = 1 << 24  # bytes that are compared at a time
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 TORCH_DTYPES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
@@ -166,10 +167,12 @@ class Checkpoint:
         """The tensor that an expression describes: a view of the file where that is possible, else a copy in memory.
 
         What is stored quantized is given in fp32, whichever dtype it stands for, and only the parts that an
-        expression takes of it are dequantized. Raises RewriterError where names, shapes or dtypes do not fit.
+        expression takes of it are dequantized. So is what is made of floating-point tensors of several dtypes. Raises
+        RewriterError where names, shapes or dtypes do not fit.
         """
         expression.shape(self.shapes)
-        if len(expression.dtypes(self.dtypes)) > 1:
+        dtypes = expression.dtypes(self.dtypes)
+        if len(dtypes) > 1 and not dtypes <= FLOATS:
             raise mixed_dtypes(self, expression)
         return evaluate(narrowed(expression, self.shapes), self.read)
 
@@ -200,7 +203,7 @@ def evaluate(expression: Expression, read: Callable[[str], torch.Tensor]) -> tor
 
 
 def _alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """In fp32, where some of them were dequantized and others are stored in the dtype that those stand for."""
+    """In fp32, where their dtypes differ."""
     import torch
 
     return tensors if len({t.dtype for t in tensors}) == 1 else [t.to(torch.float32) for t in tensors]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Slice
-from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes, torch_dtype
+from rewriter.weights.checkpoint import FLOATS, TORCH_DTYPES, Checkpoint, mixed_dtypes, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.finite import Watched, first_broken, in_words, not_finite, placed, refused
 from rewriter.weights.header import BITS, encode_header
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     import torch
 
 COMPUTED = 16 << 20  # bytes of dequantized weights that are computed at a time
-FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def _plan(checkpoint: Checkpoint, plan: ShardPlan) -> list[_Planned]:
             raise mixed_dtypes(checkpoint, expression)
         dtype = next(iter(stored)) if target is None else names[str(target).removeprefix("torch.")]
         for source_dtype in stored - {dtype}:
-            if not {source_dtype, dtype} <= FLOATING:
+            if not {source_dtype, dtype} <= FLOATS:
                 raise RewriterError(
                     f"{name}: {source_dtype} cannot become {dtype}: only floating-point weights are converted."
                 )
