@@ -141,10 +141,10 @@ def test_ranks_do_not_show_in_the_checkpoint(ranks: int) -> None:
 
 
 def test_layers_that_return_tuples_keep_doing_so() -> None:
-    """GPT-J's model reads element 0 of what its layer returns, Llama's reads the tensor itself."""
+    """BLOOM's model reads element 0 of what its layer returns, Llama's reads the tensor itself."""
     llama = emitted.program("llama").source
-    gptj = dataclasses.replace(llama, module="transformers.models.gptj.modeling_gptj", layer_class="GPTJBlock")
-    assert (returned_values(llama), returned_values(gptj)) == (None, 2)
+    bloom = dataclasses.replace(llama, module="transformers.models.bloom.modeling_bloom", layer_class="BloomBlock")
+    assert (returned_values(llama), returned_values(bloom)) == (None, 2)
     layer = PrintedLayer(("hidden_states",), ("total",), (("total", "        total = hidden_states + attn"),))
     assert layer.text(None) == "        return hidden_states + attn"
     assert layer.text(2) == "        total = hidden_states + attn\n        return (total, None)"
