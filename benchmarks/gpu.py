@@ -107,13 +107,13 @@ def version(package: str) -> str:
         return "none"
 
 
-def page(records: Sequence[dict[str, Any]], sections: Container[str] = SECTIONS) -> str:
-    """Markdown of runs that have rows of `sections`, each with what it ran on."""
+def page(records: Sequence[dict[str, Any]], sections: Container[str] | None = None) -> str:
+    """Markdown of runs that have rows of `sections`, None for all, each with what it ran on."""
     parts: list[str] = []
     begins = [at for at, record in enumerate(records) if "run" in record]
     for start, end in zip(begins, [*begins[1:], len(records)], strict=True):
         lines = (f"- {name}: {value}\n" for name, value in records[start]["run"].items())
-        found = tables(record for record in records[start:end] if record.get("section") in sections)
+        found = tables(record for record in records[start:end] if sections is None or record.get("section") in sections)
         parts += ["".join(lines), *(table.markdown() for table in found)] if found else []
     return "\n".join(parts)
 
