@@ -39,6 +39,8 @@ FORMS = {
     "mxfp4": "bfloat16",
     "awq": "float16",
     "gptq": "float16",
+    "bnb-nf4": "bfloat16",
+    "bnb-int8": "float16",
 }
 LOADS = ("fp8-blocks", "fp8-experts", "mxfp4")  # transformers, on a CPU and without further packages
 
