@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import oracles
 import pytest
+import quantized_checkpoints
 import torch
 import zoo
 from onnx import TensorProto, helper
@@ -116,3 +117,11 @@ def test_code_that_no_manifest_vouches_for_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(RewriterError, match=r"no rewrite\.json"):
         export_onnx(emitted.emitted("llama", "all"), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """Else what onnxruntime computes would be compared with what it was exported from."""
+    quantized_checkpoints.make("fp8-blocks", tmp_path / "model", "bfloat16")
+    with pytest.raises(RewriterError, match=r"its weights are quantized.*--dequantize"):
+        export_onnx(tmp_path / "model", tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()

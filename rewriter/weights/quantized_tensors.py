@@ -76,6 +76,20 @@ def usual_dtype(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
     return OF_TORCH.get(named, first)
 
 
+def uneven_blocks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
+    """The name of a weight in FP8 that its blocks do not divide; None where there is none.
+
+    transformers up to 5.24, where it dequantizes such a weight, takes it to be in smaller blocks, or raises ValueError.
+    """
+    quantized = quantized_weights(checkpoint, config)
+    for name, expression in {} if quantized is None else quantized.tensors.items():
+        if isinstance(expression, Dequantized) and expression.scheme == "fp8":
+            shape = expression.shape(checkpoint.shapes)[-len(expression.numbers) :]
+            if any(size % per for size, per in zip(shape, expression.numbers, strict=True)):
+                return name
+    return None
+
+
 def _refused(checkpoint: Checkpoint, what: str, why: str) -> RewriterError:
     return RewriterError(
         f"{checkpoint.directory}: its weights are quantized by {what}, which is not supported: {why}. Start from the "
