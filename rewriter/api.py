@@ -354,7 +354,7 @@ def load(directory: str | os.PathLike[str], *, check: bool = False, **options: A
     """
     root = Path(directory)
     from rewriter.emit.manifest import read_manifest
-    from rewriter.verify.saved_output import check_files, check_headers
+    from rewriter.verify.saved_output import check_files, check_headers, check_read_by_transformers
 
     manifest = read_manifest(root)
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -372,6 +372,7 @@ def load(directory: str | os.PathLike[str], *, check: bool = False, **options: A
         raise RewriterError(f"{root / stray[0]}: not written by `rewrite`, and it could be run. Move it away.")
     check_files(root, manifest, None if check else [*generated, "config.json"])
     check_headers(root, manifest)
+    check_read_by_transformers(root)
     from transformers import AutoModelForCausalLM
 
     _LOG.info("%s: the adapted checkpoint on one device, by transformers", root)

@@ -184,6 +184,37 @@ def _asymmetric(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     return codes, zeros, scales, ((codes - zeros[each]) * scales.float()[each]).T.contiguous()
 
 
+def bitsandbytes4() -> tuple[Pack, dict[str, Any]]:
+    """Blocks of 64 elements; uint8 of two, the even one in the high half; numbers as JSON beside them."""
+    table = torch.linspace(-1, 1, 16).sign() * torch.linspace(-1, 1, 16).abs() ** 1.3
+
+    def pack(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        flat = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+        absmax = flat.abs().amax(-1)
+        codes = ((flat / absmax[:, None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
+        meant = (table[codes.int()] * absmax[:, None]).flatten()[: weight.numel()].view(weight.shape)
+        codes = codes.flatten()[: weight.numel()]
+        state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)})
+        said = torch.tensor([*state.encode()], dtype=torch.uint8)
+        parts = {"absmax": absmax, "quant_map": table, "quant_state.bitsandbytes__nf4": said}
+        beside = {f"{name}.{part}": value.clone() for part, value in parts.items()}
+        return beside | {name: (codes[0::2] << 4 | codes[1::2])[:, None]}, meant
+
+    return pack, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def bitsandbytes8() -> tuple[Pack, dict[str, Any]]:
+    """LLM.int8: int8 weights, the largest of every row, and a mark that rows lie one after another."""
+
+    def pack(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        largest, stem = weight.abs().amax(-1), name.removesuffix("weight")
+        codes = (weight / largest[:, None] * 127).round().to(torch.int8)
+        parts = {name: codes, f"{stem}SCB": largest, f"{stem}weight_format": torch.zeros((), dtype=torch.uint8)}
+        return parts, codes.float() * largest[:, None] / 127
+
+    return pack, {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+
+
 def mxfp4() -> tuple[Pack, dict[str, Any]]:
     """gpt-oss: experts [E, inputs, outputs] as blocks [E, outputs, inputs / 32, 16], even elements in low halves."""
 
@@ -213,6 +244,8 @@ MAKERS: Mapping[str, tuple[str, tuple[Pack, dict[str, Any]]]] = {
     "gptq": ("llama", gptq(16)),
     "gptq-act-order": ("llama", gptq(16, act_order=True)),
     "gptq-v2": ("llama", gptq(16, "gptq_v2")),
+    "bnb-nf4": ("llama", bitsandbytes4()),
+    "bnb-int8": ("llama", bitsandbytes8()),
 }
 
 

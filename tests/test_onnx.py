@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import oracles
 import pytest
+import quantized_checkpoints
 import torch
 import zoo
 from onnx import TensorProto, helper
@@ -127,3 +128,11 @@ def test_code_that_no_manifest_vouches_for_is_not_run(
     assert main([*words, "--trust-remote-code"]) == 2
     assert re.search(r"error: transformers_modules\.\S+ runs", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """Else what onnxruntime computes would be compared with what it was exported from."""
+    quantized_checkpoints.make("fp8-blocks", tmp_path / "model", "bfloat16")
+    with pytest.raises(RewriterError, match=r"its weights are quantized.*--dequantize"):
+        export_onnx(tmp_path / "model", tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()

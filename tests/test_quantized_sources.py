@@ -203,7 +203,7 @@ def leaves(expression: Expression) -> list[Expression]:
     raise AssertionError(f"{expression} is cut after it was dequantized")
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "bnb-nf4"])  # of which no part is read by itself
 def test_a_rank_reads_only_the_codes_of_its_range(made: Made, kind: str) -> None:
     """Half of the codes, where the half ends between two scales."""
     source, _ = made[kind]

@@ -20,7 +20,7 @@ from test_api import add_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewriter as rw
-from rewriter import api
+from rewriter import RewriterError, api
 from rewriter.convert.conversion import convert
 from rewriter.convert.reshard import reshard
 from rewriter.runtime.context import Context
@@ -39,6 +39,8 @@ FORMS = {
     "mxfp4": "bfloat16",
     "awq": "float16",
     "gptq": "float16",
+    "bnb-nf4": "bfloat16",
+    "bnb-int8": "float16",
 }
 LOADS = ("fp8-blocks", "fp8-experts", "mxfp4")  # transformers, on a CPU and without further packages
 
@@ -105,6 +107,13 @@ def test_some_weights_are_not_quantized_and_biases_have_another_dtype(tmp_path: 
     program = rw.rewrite(trace(source), "tensor-parallel", tp=2)
     rw.save(program, out, verify="none")
     check_ranks(source, meant, out, torch.bfloat16)
+
+
+def test_what_transformers_reads_otherwise_is_not_loaded_by_it(tmp_path: Path) -> None:
+    quantized_checkpoints.make("fp8-exponents", tmp_path / "source", "bfloat16")
+    rw.save(rw.rewrite(trace(tmp_path / "source"), "ladder"), tmp_path / "out", verify="none")
+    with pytest.raises(RewriterError, match=r"blocks of FP8 do not divide .*weight, .* without a GPU. .*--dequantize"):
+        rw.load(tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -201,7 +201,8 @@ class Dequantized:
     - "mxfp4", none: 16 bytes of two codes for 32 elements of the last dimension, exponents of their scales;
     - "awq", (bits, inputs per group): codes, zeros and scales of a matrix [inputs, outputs];
     - "gptq", (bits, groups, what is added to zeros): codes, zeros, scales, each input's group, of [inputs, outputs];
-    - "bnb4", (rows, columns): codes, and what else bitsandbytes stores of a matrix.
+    - "bnb4", (rows, columns): codes, and what else bitsandbytes stores of a matrix;
+    - "bnb8", none: codes and a scale for each row of a matrix.
     """
 
     scheme: str
@@ -242,6 +243,8 @@ class Dequantized:
             return each, tuple((first + dim, per) for dim, per in enumerate(self.numbers))
         if self.scheme == "mxfp4":
             return (*each[:-2], (rank - 2, 32), (None, 16)), (*each[:-2], (rank - 2, 32))
+        if self.scheme == "bnb8":
+            return each, ((0, 1),)
         if self.scheme == "awq":
             bits, group = self.numbers
             return ((0, 1), (1, 32 // bits)), ((0, group), (1, 32 // bits)), ((0, group), (1, 1))

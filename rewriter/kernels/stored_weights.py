@@ -40,6 +40,8 @@ def dequantized(
         case "gptq":
             bits, _, added = numbers
             found = gptq(parts[0], parts[1], parts[2], parts[3], bits, added)
+        case "bnb8":
+            found = parts[0].to(torch.float32) * parts[1].to(torch.float32)[:, None] / 127
         case "bnb4":
             found = bitsandbytes4(parts, numbers)
         case _:

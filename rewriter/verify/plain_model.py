@@ -68,7 +68,7 @@ class PlainTensors:
 
     def _aside(self, name: str) -> bool:
         fp8 = self.method in ("fp8", "compressed-tensors")
-        return (fp8 and name.endswith(_ACTIVATIONS)) or (self.method == "gptq" and name.endswith(".bias_shape"))
+        return (fp8 and name.endswith(_ACTIVATIONS)) or name.endswith(".weight_format")
 
     def _named(self) -> Iterator[tuple[str, dict[str, str]]]:
         """(plain name, part → stored name) of what is quantized."""
@@ -94,6 +94,8 @@ class PlainTensors:
                 state = [part for part in inside if part.startswith("quant_state.")]
                 if state:
                     yield name, {"codes": name, "state": inside.pop(state[0]), **inside}
+                elif f"{stem}.SCB" in self._places:
+                    yield name, {"codes": name, "rows": f"{stem}.SCB"}
 
     def _fp8(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """weight[.., i, j] · scale[.., i // rows of a block, j // columns of a block]; one scale, or one per row."""
@@ -143,7 +145,10 @@ class PlainTensors:
 
     @staticmethod
     def _bitsandbytes(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """quant_map[code] · absmax of the block of elements; the high half of a byte comes first."""
+        """4 bits: quant_map[code] · absmax of the block of elements, and the high half of a byte comes first. 8 bits:
+        code · largest of the row / 127."""
+        if "rows" in parts:
+            return torch.einsum("oi,o->oi", parts["codes"].float(), parts["rows"].float()) / 127
         said = json.loads(bytes(parts["state"].tolist()))
         absmax = parts["absmax"]
         if "nested_absmax" in parts:

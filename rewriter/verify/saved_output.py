@@ -116,6 +116,20 @@ def check_headers(root: Path, manifest: Manifest) -> None:
         references.check_headers(root, root / found)
 
 
+def check_read_by_transformers(root: Path) -> None:
+    """Raise RewriterError where transformers on this machine takes a directory's weights for other numbers."""
+    import torch
+
+    from rewriter.weights import Checkpoint
+    from rewriter.weights.quantized_tensors import uneven_blocks
+
+    if not torch.cuda.is_available() and (name := uneven_blocks(Checkpoint.open(root), config_of(root))) is not None:
+        raise RewriterError(
+            f"{root}: blocks of FP8 do not divide {name}, and transformers does not read it rightly without a GPU. "
+            "Start this program with torchrun, or rewrite the model with --dequantize"
+        )
+
+
 def config_of(root: Path) -> dict[str, Any]:
     """config.json of an output directory."""
     return read_json(root / "config.json", "Rewrite the model again.")

@@ -77,6 +77,20 @@ def usual_dtype(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
     return OF_TORCH.get(named, first)
 
 
+def uneven_blocks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
+    """The name of a weight in FP8 that its blocks do not divide; None where there is none.
+
+    transformers up to 5.24, where it dequantizes such a weight, takes it to be in smaller blocks, or raises ValueError.
+    """
+    quantized = quantized_weights(checkpoint, config)
+    for name, expression in {} if quantized is None else quantized.tensors.items():
+        if isinstance(expression, Dequantized) and expression.scheme == "fp8":
+            shape = expression.shape(checkpoint.shapes)[-len(expression.numbers) :]
+            if any(size % per for size, per in zip(shape, expression.numbers, strict=True)):
+                return name
+    return None
+
+
 def _refused(checkpoint: Checkpoint, what: str, why: str) -> RewriterError:
     return RewriterError(
         f"{checkpoint.directory}: its weights are quantized by {what}, which is not supported: {why}. Start from the "
@@ -232,10 +246,20 @@ def _gptq(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
 
 
 def _bitsandbytes(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
-    """NF4 and FP4 of bitsandbytes, which keeps what it needs beside every weight, numbers as JSON in a tensor."""
-    if not said.get("load_in_4bit"):
-        raise _refused(checkpoint, "bitsandbytes, 8 bits", "of bitsandbytes only 4 bits are")
+    """bitsandbytes: NF4 and FP4, which keep what they need beside every weight, numbers as JSON in a tensor; LLM.int8.
+
+    Of the last what weights stand for: that activations are quantized too is another function, as with FP8.
+    """
     found: dict[str, Expression] = {}
+    if not said.get("load_in_4bit"):
+        formats = {name for name in checkpoint.tensors if name.endswith(".weight_format")}
+        if other := next((name for name in formats if int(checkpoint.read(name))), None):
+            raise _refused(checkpoint, "bitsandbytes, 8 bits", f"{other} is not 0: only rows one after another are")
+        for name in checkpoint.tensors:
+            weight = f"{name.removesuffix('.SCB')}.weight"
+            if name.endswith(".SCB") and weight in checkpoint.tensors:
+                found[weight] = Dequantized("bnb8", (Tensor(weight), Tensor(name)), (), dtype)
+        return "bitsandbytes, 8 bits", found, formats
     for name in checkpoint.tensors:
         weight, mark, _ = name.partition(".quant_state.bitsandbytes__")
         if mark:
