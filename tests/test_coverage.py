@@ -8,17 +8,20 @@ from typing import Any
 
 import coverage_faults
 import pytest
+import torch
 
 from rewriter.cli import main
 from rewriter.coverage import check as check_module
 from rewriter.coverage import coverage_table, pool
-from rewriter.coverage.check import check
+from rewriter.coverage.check import check, check_with_variants
 from rewriter.coverage.configs import oddities, registered_types, small_config
 from rewriter.coverage.coverage_row import CHECKS, Coverage
-from rewriter.ir import Program
-from rewriter.tracing import trace
+from rewriter.coverage.variants import candidates, changes_forward
+from rewriter.ir import Body, Program
+from rewriter.tracing import per_head, trace
 from rewriter.tracing.meta_model import build_skeleton
 from rewriter.tracing.shrink import depth, text_config
+from rewriter.verify.random_model import build_model
 
 pytestmark = pytest.mark.tracer
 
@@ -35,6 +38,45 @@ def test_what_the_product_promises_holds_for_a_type(model_type: str) -> None:
     assert row.blocks == (4 if model_type == "gpt_neox" else 8)
     assert not row.wrong
     assert not row.replicated
+
+
+@pytest.mark.slow
+def test_switches_of_a_config_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that the default config does not show is found in the variant that does."""
+    row = check_with_variants("stablelm")
+    assert set(row.variants) == {
+        "hidden_act=gelu", "qk_layernorm=True", "use_parallel_residual=True", "use_qkv_bias=True",
+    }  # fmt: skip
+    assert not any(row.variants.values())
+    right = per_head._stacked
+    monkeypatch.setattr(per_head, "_stacked", lambda body, count, *rest: reversed_heads(right(body, count, *rest)))
+    row = check_with_variants("stablelm")
+    assert row.reason is None
+    assert row.wrong == ["qk_layernorm=True: traces"]
+
+
+def reversed_heads(body: Body) -> Body:
+    """Each head is given the norm of another one."""
+    [stack] = [n for n in body.graph.nodes if n.target is torch.ops.aten.stack.default]
+    stack.args = (list(reversed(stack.args[0])),)
+    return body
+
+
+def test_variants_are_what_changes_the_forward() -> None:
+    config = small_config("stablelm")
+    model = build_model(config)
+    found = dict(candidates(config, model))
+    assert found["qk_layernorm"] is True
+    assert "use_cache" not in found
+    assert changes_forward(model, small_config("stablelm", {"use_parallel_residual": True}))
+    assert not changes_forward(model, small_config("stablelm", {"use_cache": False}))
+
+
+def test_variants_are_on_the_page() -> None:
+    held, stopped = Coverage("held", variants={"a=True": ""}), Coverage("stopped", variants={"b=True": "tp2: no"})
+    pages = coverage_table.pages([held, stopped])
+    assert "2 switches of 2 types" in pages["COVERAGE.md"]
+    assert "- **stopped**, b=True: tp2: no" in pages["COVERAGE_REASONS.md"]
 
 
 @pytest.mark.slow

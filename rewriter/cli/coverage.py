@@ -24,6 +24,9 @@ def coverage(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Types at a time.")] = 1,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for one type.")] = 120.0,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="Also throw each switch of a config that changes what a model computes.")
+    ] = False,
     markdown: Annotated[
         Path | None,
         typer.Option(
@@ -47,9 +50,10 @@ def coverage(
     """Try every rewrite on a small model of each causal-LM type of transformers, and say what does not work and why.
 
     Per type: builds, traces, ladder, tensor parallelism on 2 and 4 ranks, desync, and the emitted checkpoint, each
-    compared with the unmodified model or an independent reference. Exit code 3 where a result is wrong.
+    compared with the unmodified model or an independent reference. With --variants, raise --limit to 900: each switch
+    is traced, made a ladder and split on 2 ranks, too. Exit code 3 where a result is wrong.
     """
-    rows = _read(rows_of) if rows_of is not None else _run(types or [], jobs, limit)
+    rows = _read(rows_of) if rows_of is not None else _run(types or [], jobs, limit, variants)
     if json:
         typer.echo(json_text([row.to_dict() for row in rows], indent=2))
     elif markdown is not None:
@@ -67,7 +71,7 @@ def coverage(
         raise VerificationError(f"{len(wrong)} of {len(rows)} types are wrong: {', '.join(wrong)}")
 
 
-def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
+def _run(types: list[str], jobs: int, limit: float, variants: bool) -> list[Coverage]:
     from rewriter.cli.progress import ProgressLine
 
     with ProgressLine() as progress, scratch_folder("coverage") as scratch:
@@ -75,13 +79,13 @@ def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
         # For the processes that check; torch and transformers read these when they are imported. Code of emitted
         # checkpoints is imported from here, not from the user's cache, and `jobs` says how many cores to use.
         os.environ |= {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        from rewriter.coverage.check import check
+        from rewriter.coverage.check import check, check_with_variants
         from rewriter.coverage.configs import require_registered
         from rewriter.coverage.pool import run
 
         chosen = require_registered(types)
         rows = []
-        for row in run(chosen, check, jobs=jobs, limit=limit):
+        for row in run(chosen, check_with_variants if variants else check, jobs=jobs, limit=limit):
             rows.append(row)
             progress("coverage", len(rows), len(chosen))
     return sorted(rows, key=lambda row: chosen.index(row.type))

@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from rewriter.common.tables import plain_table
-from rewriter.coverage.coverage_row import CHECKS, Coverage
+from rewriter.coverage.coverage_row import CHECKS, VARIANT_CHECKS, Coverage
 
-COMMAND = "rewrite coverage --markdown docs"
+COMMAND = "rewrite coverage --variants --limit 900 --markdown docs"
 _HEADINGS = {
     "builds": "its small config builds",
     "traces": "the traced program equals the unmodified eager model",
@@ -54,6 +54,7 @@ def pages(rows: Sequence[Coverage], others: Sequence[Sequence[Coverage]] = ()) -
         "WRONG.",
         "",
         *_totals(rows),
+        *_variants(rows),
         *(line for other in others for line in _other(other, rows)),
         "## Types",
         "",
@@ -74,6 +75,7 @@ def _reasons(rows: Sequence[Coverage]) -> str:
         "",
         *(f"- **{row.type}**: {_plain(row.reason)}" for row in rows if row.reason),
         "",
+        *_variant_reasons(rows),
         "## What ranks compute alike",
         "",
         "What tensor parallelism does not split is replicated, exactly:",
@@ -81,6 +83,12 @@ def _reasons(rows: Sequence[Coverage]) -> str:
         *(f"- **{row.type}**: {_plain('; '.join(row.replicated))}" for row in rows if row.replicated),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _variant_reasons(rows: Sequence[Coverage]) -> list[str]:
+    found = [(row.type, name, why) for row in rows for name, why in row.variants.items() if why]
+    lines = [f"- **{kind}**, {_plain(name)}: {_plain(why)}" for kind, name, why in found]
+    return ["## Variants", "", *lines, ""] if any(row.variants for row in rows) else []
 
 
 def _totals(rows: Sequence[Coverage]) -> list[str]:
@@ -96,6 +104,22 @@ def _totals(rows: Sequence[Coverage]) -> list[str]:
         "",
         f"{streams} of the types that trace have a residual stream. On two ranks, {shared} types share blocks; others",
         f"that are equal there are replicated throughout. Wrong: {', '.join(wrong) or 'none'}.",
+        "",
+    ]
+
+
+def _variants(rows: Sequence[Coverage]) -> list[str]:
+    """How many switches of configs were thrown, and how many of them stop a check."""
+    thrown = [reason for row in rows for reason in row.variants.values()]
+    if not thrown:
+        return []
+    types = sum(bool(row.variants) for row in rows)
+    return [
+        "## Variants",
+        "",
+        f"{len(thrown)} switches of {types} types' configs (booleans, words, the activation) change what is computed.",
+        f"Thrown alone, {thrown.count('')} leave {', '.join(VARIANT_CHECKS)} as they are for the default; the",
+        "[reasons](COVERAGE_REASONS.md#variants) name the others.",
         "",
     ]
 

@@ -74,7 +74,7 @@ class ClassTable:
         return f"{cls.name}({', '.join(given[a] for a in cls.arguments)})"
 
     def _text(self, body: Body, arguments: tuple[str, ...], own_group: bool, sizes: Mapping[str, int]) -> str:
-        items = f"nn.Module() for _ in range({size})" if (size := list_size("", _held(body))) else ""
+        items = f"nn.Module() for _ in range({length})" if (length := list_size("", _held(body))) else ""
         lines = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", f"        super().__init__({items})"]
         if own_group:
             lines.append("        self.tp = tp")

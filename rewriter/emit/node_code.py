@@ -144,7 +144,7 @@ class WiringPrinter(NodePrinter):
 
     def __init__(self, path: str, names: Mapping[fx.Node, str], arguments: LayerArguments) -> None:
         def child(target: str) -> str:
-            return attribute(target.removeprefix(f"{path}."))
+            return attribute(target.removeprefix(f"{path}.").partition("#")[0])  # variants are the source's one module
 
         super().__init__(names.__getitem__, child, child)
         self.path, self.layer = path, arguments

@@ -29,11 +29,17 @@ def converted(
     source is missing, and for an operation that does not only move elements.
     """
     patterns, targets = converter.source_patterns, converter.target_patterns
+    kinds = [type(operation).__name__ for operation in converter.operations]
+    if unknown := [kind for kind in kinds if kind not in ("MergeModulelist", "Concatenate", "Transpose", *_MOVING)]:
+        raise RewriterError(
+            f"{target}: transformers makes it by {unknown[0]}, a conversion of its type's checkpoints that is not "
+            "supported. Load the model with transformers and save it in its present form (save_pretrained with "
+            "save_original_format=False)."
+        )
     if lacking := [p for p in patterns if p not in sources]:
         raise RewriterError(f"{target}: the checkpoint has no tensor like *{lacking[0]}, needed to build it.")
     values = {p: [tensors[n] for n in sources[p]] for p in patterns}
-    for operation in converter.operations:
-        kind = type(operation).__name__
+    for kind, operation in zip(kinds, converter.operations, strict=True):
         alone = all(len(group) == 1 for group in values.values())
         if kind == "MergeModulelist":
             stacked: list[list[Expression]] = [[Stack(tuple(group), operation.dim)] for group in values.values()]
@@ -52,11 +58,7 @@ def converted(
         elif kind in _MOVING and alone:
             values = _moved(model, converter, operation, target, {p: e for p, [e] in values.items()}, shapes)
         else:
-            raise RewriterError(
-                f"{target}: transformers makes it by {kind}, a conversion of this model type's checkpoints that is not "
-                "supported. Load the model with transformers and save it in its present form (save_pretrained with "
-                "save_original_format=False)."
-            )
+            raise RewriterError(f"{target}: the checkpoint has several tensors where its conversion takes one of each.")
     if not all(len(group) == 1 for group in values.values()):
         raise RewriterError(f"{target}: its conversion gives several tensors where one is expected.")
     for pattern in values:  # as transformers does: what stands around the first that is found
