@@ -30,7 +30,7 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="it asks /proc")
 # Cases
 
 
-def kind(run: Any, limit: float = 20.0) -> Kind:
+def kind(run: Any, limit: float = 300.0) -> Kind:
     return Kind("test", share=1.0, limit=limit, prepare=lambda place: None, run=run)
 
 
@@ -53,7 +53,7 @@ def test_a_case_is_what_it_counts_and_finds(tmp_path: Path) -> None:
     ids=["raises", "dies", "hangs"],
 )
 def test_a_case_that_raises_dies_or_hangs_is_a_failure(run: Any, said: str, tmp_path: Path) -> None:
-    (failure,) = run_case(kind(run, 0.5 if "end in" in said else 20.0), 0, tmp_path / "p").failures
+    (failure,) = run_case(kind(run, 0.5 if "end in" in said else 300.0), 0, tmp_path / "p").failures
     assert said in failure
 
 
