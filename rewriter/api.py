@@ -470,10 +470,8 @@ def _other_degree(manifest: Manifest) -> str:
 def export_onnx(
     directory: str | os.PathLike[str], file: str | os.PathLike[str], *, trust_remote_code: bool = False
 ) -> None:
-    """Write the single-device model of an output directory as ONNX, with positions and without cache.
-
-    The directory's own code runs only if it is what its manifest says, or with `trust_remote_code`.
-    """
+    """Write the single-device model of an output directory as ONNX, with positions and without cache. Code that is not
+    what its manifest says runs only with `trust_remote_code`."""
     from rewriter.emit.onnx import export_onnx
 
     export_onnx(Path(directory), Path(file), trust_remote_code=trust_remote_code)

@@ -56,7 +56,7 @@ class RankError(AssertionError):
     """A rank raised, died, or ran past the limit."""
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 300.0) -> list[Any]:
     """`function(group, *arguments)` on `ranks` processes; returns what each returned, in rank order.
 
     `function` is found by name, so it stands at the top of a module; arguments and results are tensors and plain
@@ -124,7 +124,7 @@ def _rank(function: Callable[..., Any], rank: int, ranks: int, store: str, argum
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
         dist.init_process_group(
-            "gloo", rank=rank, world_size=ranks, store=dist.FileStore(store, ranks), timeout=timedelta(seconds=60)
+            "gloo", rank=rank, world_size=ranks, store=dist.FileStore(store, ranks), timeout=timedelta(seconds=300)
         )
         result = function(dist.group.WORLD, *torch.load(io.BytesIO(arguments), weights_only=False))
         send.send((True, _packed(result)))

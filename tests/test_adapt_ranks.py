@@ -88,7 +88,7 @@ TWO: list[Case] = [("ladder", {"zero": "3"}), ("desync", {"tp": 2}), ("mixtral",
 def two() -> Path:
     """The results of `TWO`."""
     out = adapted.root() / "two"
-    run_ranks(train, 2, files(), out, TWO, timeout=240)
+    run_ranks(train, 2, files(), out, TWO)
     return out
 
 
@@ -217,11 +217,11 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
 def test_ranks_that_are_interrupted_go_on_with_the_same_losses(
     options: dict[str, Any], two: Path, tmp_path: Path
 ) -> None:
-    run_ranks(halves, 2, files(), tmp_path / "out", dict(options), timeout=240)
+    run_ranks(halves, 2, files(), tmp_path / "out", dict(options))
     case = ("mixtral" if "ep" in options else "ladder", {k: v for k, v in options.items() if k != "dp"})
     undisturbed = two / str(TWO.index(case)) if case in TWO else tmp_path / "0"
     if case not in TWO:
-        run_ranks(train, 2, files(), tmp_path, [case], timeout=240)
+        run_ranks(train, 2, files(), tmp_path, [case])
     ours, theirs = (read_metrics(path / "training") for path in (tmp_path / "out", undisturbed))
     for a, b in zip(ours, theirs, strict=True):
         assert (a["step"], a["loss"], a["grad_norm"]) == (b["step"], b["loss"], b["grad_norm"])

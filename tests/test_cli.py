@@ -369,17 +369,15 @@ def test_help_of_a_conversion_names_every_option() -> None:
     assert flags | {"--trust-remote-code"} <= set(text.split())
 
 
-@pytest.mark.parametrize(("words", "limit"), [(["--help"], 0.3), (["recipes"], 0.5)])
-def test_it_answers_at_once(words: list[str], limit: float) -> None:
-    # Processor time of one thread that waits for nothing; wall time would measure what else the machine is doing.
-    spent = []
-    for _ in range(5):
-        process = subprocess.Popen([sys.executable, "-m", "rewriter.cli", *words], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        spent.append(usage.ru_utime + usage.ru_stime)
-    assert min(spent) < limit
+@pytest.mark.parametrize(("words", "limit"), [(["--help"], 400), (["recipes"], 600)])
+def test_it_answers_at_once(words: list[str], limit: int) -> None:
+    """By the number of modules that it imports: how long that takes depends on what else the machine does."""
+    code = (
+        "import atexit, sys; atexit.register(lambda: sys.stderr.write(str(len(sys.modules))));"
+        f"from rewriter.cli import main; sys.exit(main({words}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 100 < int(done.stderr) < limit
 
 
 NO_TORCH = {  # and what of the heavy packages it needs

@@ -88,7 +88,7 @@ def at_run_time(family: str, recipes: tuple[str, ...]) -> list[dict[str, Any]]:
         program = rewritten(family, recipe)
         cases.append(runtime_case(program, weights(family)))
     ids = zoo.batch(BATCH, LENGTH, zoo.shared(family).config.vocab_size)
-    by_rank = run_ranks(counted, RANKS, cases, ids, timeout=240)
+    by_rank = run_ranks(counted, RANKS, cases, ids)
     return [dict(zip(recipes, results, strict=True)) for results in by_rank]
 
 
@@ -115,7 +115,7 @@ def over_tokens(family: str) -> list[dict[str, Any]]:
         tensors = shards(program, weights(family))
         cases.append((emit_runtime_module(program), tensors, dict(program.ties), sequence_plan(program).grid))
     ids = zoo.batch(BATCH, LENGTH, zoo.shared(family).config.vocab_size)
-    by_rank = run_ranks(counted_over_tokens, 2 * RANKS, cases, ids, timeout=240)
+    by_rank = run_ranks(counted_over_tokens, 2 * RANKS, cases, ids)
     return [dict(zip(TOKEN_RANKS, results, strict=True)) for results in by_rank]
 
 

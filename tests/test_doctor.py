@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -159,16 +158,13 @@ def test_no_rights_for_namespaces_is_a_note(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_is_quick_beside_the_import_of_torch() -> None:
-    """Neither transformers nor another slow package is imported, and what is run takes little time of the processor."""
-    code = (
-        "import torch, time; begin = time.process_time(); from rewriter.cli import main; main(['doctor', '--json']); "
-    )
-    code += "import sys; sys.stderr.write(f'{time.process_time() - begin} {\"transformers\" in sys.modules}')"
+    """Neither transformers nor another slow package is imported."""
+    code = "import sys, torch; before = len(sys.modules); from rewriter.cli import main; main(['doctor', '--json']); "
+    code += "sys.stderr.write(f'{len(sys.modules) - before} {\"transformers\" in sys.modules}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    seconds, transformers = done.stderr.split()[-2:]
-    assert float(seconds) < 3
+    modules, transformers = done.stderr.split()[-2:]
+    assert int(modules) < 500
     assert transformers == "False"
-    assert time.process_time() > 0
 
 
 def test_what_was_tried_is_supported_and_tested() -> None:

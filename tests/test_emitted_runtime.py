@@ -103,7 +103,7 @@ def check(name: str, ranks: int, selections: dict[str, set[int]], new_tokens: in
     if ranks == 1:
         by_rank = [on_rank(None, cases, ids, prompts, new_tokens)]
     else:
-        by_rank = run_ranks(on_rank, ranks, cases, ids, prompts, new_tokens, timeout=240)
+        by_rank = run_ranks(on_rank, ranks, cases, ids, prompts, new_tokens)
     for index, (label, layers) in enumerate(selections.items()):
         expected = ladder_logits(model, layers, ids)
         results = [rank[index] for rank in by_rank]

@@ -32,8 +32,6 @@ from rewriter.fabric import Call, WhatIf, load_fabric
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-COARSE = 0.15  # seconds by which a loaded machine may be late
-
 
 # --- values ---
 
@@ -217,14 +215,13 @@ def test_coalesced_collectives_are_one_operation():
 
 
 def test_operations_take_the_time_they_are_told():
-    with job(4, model := Constant(5e-3)):
-        late = []
+    with job(4, model := Constant(5e-3)):  # how late it is, `rewriter.emulation.lateness` measures
         for _ in range(20):
             begun = time.monotonic()
-            dist.all_reduce(torch.ones(8))
-            late.append(time.monotonic() - begun - 5e-3)
-        assert min(late) >= 0
-        assert min(late) < 5e-4  # a loaded machine is late more often than not
+            work = dist.all_reduce(torch.ones(8), async_op=True)
+            work.wait()
+            assert time.monotonic() - begun >= 5e-3
+            assert work.end - work.start == pytest.approx(5e-3)
         model.answer = Constant(0.0).answer
         future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
         assert future.wait()[0].tolist() == [4, 4]
@@ -235,13 +232,13 @@ def test_computation_hides_an_asynchronous_collective(size):
     with job(4, Constant(0.3)):
         begun = time.monotonic()
         work = dist.all_reduce(x := torch.ones(size), async_op=True)
-        assert not work.is_completed()
+        assert not work.is_completed() or time.monotonic() >= work.end
         time.sleep(0.25)
         work.wait()
-        total = time.monotonic() - begun
+        assert time.monotonic() - begun >= 0.3
         assert work.is_completed()
+        assert work.end - work.start == pytest.approx(0.3)  # what is computed meanwhile adds nothing
         assert x[-1] == 4
-    assert 0.3 <= total < 0.3 + COARSE
 
 
 def test_groups_that_share_a_link_wait_for_each_other():
@@ -251,49 +248,49 @@ def test_groups_that_share_a_link_wait_for_each_other():
             links = {4: ("nic",), 2: ("nic", "node0"), 3: ("node1",)}[call.size]
             return type(answer)(answer.seconds, answer.transfer, links)
 
-    with job(4, ByGroup(0.2, transfer=0.15)):
+    with job(4, ByGroup(200, transfer=150)):
         pair, three = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
         works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in (None, pair, three)]
         first, second, other = works
-        assert second.start == pytest.approx(first.start + 0.15)
-        assert other.start - first.start < 0.1
+        assert second.start == pytest.approx(first.start + 150)
+        assert other.start - first.start < 100
         ends = [dist.isend(torch.ones(1), 1), dist.irecv(torch.ones(1), 1)]
         assert ends[0].start == pytest.approx(ends[1].start)  # links have two directions
-        for work in (*works, *ends):
-            work.wait()
+        dist.group.WORLD.abort()
 
 
 def test_a_rank_waits_for_its_own_link_wherever_its_groups_begin():
-    slow = WhatIf.parse(load_fabric("ethernet-10g").delay_model(), ["bandwidth=x0.01"])
+    slow = WhatIf.parse(load_fabric("ethernet-10g").delay_model(), ["bandwidth=x0.00001"])
     with job(32, slow, rank=9):
         pairs = [dist.new_group([1, 9]), dist.new_group([9, 17])]
         first, second = (dist.all_reduce(torch.ones(1 << 18), group=pair, async_op=True) for pair in pairs)
         assert first.delay.links == ("rank9.network<", "rank9.network>")
+        assert first.delay.transfer > 60
         assert second.start == pytest.approx(first.start + first.delay.transfer)
-        [work.wait() for work in (first, second)]
+        dist.group.WORLD.abort()
 
 
 def test_a_groups_collectives_follow_each_other_on_gpus():
-    with job(4, Constant(0.1, transfer=0.0, blocks=8)):
+    with job(4, Constant(100, transfer=0.0, blocks=8)):
         works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2)]
         assert works[1].start == works[0].end
-        [work.wait() for work in works]
+        dist.group.WORLD.abort()
 
 
 def test_cpu_time_of_the_real_exchange_is_spent():
-    with job(4, Constant(0.1, cpu_seconds=0.05)):
+    with job(4, Constant(1.0, cpu_seconds=0.05)):
         before = time.process_time()
         dist.all_reduce(torch.ones(1000))
         spent = time.process_time() - before
-    assert 0.049 < spent < 0.08
-    with job(4, Constant(0.01, cpu_seconds=0.4)):  # a change made it shorter than what it takes of the core
+    assert 0.049 < spent < 0.9
+    with job(4, Constant(0.01, cpu_seconds=20.0)):  # a change made it shorter than what it takes of the core
         before = time.process_time()
         dist.all_reduce(torch.ones(1000))
-        assert time.process_time() - before < 0.2
+        assert time.process_time() - before < 10
 
 
 def test_timeouts_name_the_operation():
-    with job(4, Constant(0.2), timeout=timedelta(seconds=0.05)):
+    with job(4, Constant(1.5), timeout=timedelta(seconds=0.05)):
         group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
         with pytest.raises(CollectiveTimeout, match=r"group '0', operation 1: all_reduce of 8 bytes among 4 ranks"):
             dist.all_reduce(torch.ones(2))
@@ -347,12 +344,14 @@ def test_8192_ranks_cost_what_8_do():
 
 
 def test_8192_ranks_begin_quickly():
-    begun = time.process_time()
-    with job(8192, rank=8191):
-        half = dist.new_group(range(4096, 8192))
-        dist.all_reduce(x := torch.ones(1), group=half)
-    assert x.item() == 4096
-    assert time.process_time() - begun < 2.0
+    def run(ranks):
+        with job(ranks, Constant(0.0), rank=ranks - 1):
+            half = dist.new_group(range(ranks // 2, ranks))
+            dist.all_reduce(x := torch.ones(1), group=half)
+        assert x.item() == ranks // 2
+
+    (few, _), (many, _) = _steps(lambda: run(8)), _steps(lambda: run(8192))
+    assert many < few + 2 * 4096  # once for every member of the group
 
 
 # --- several real ranks ---
@@ -363,13 +362,13 @@ def _ranks(real, ranks=8):
     store, engines = dist.HashStore(), {}
 
     def connect(rank):
-        engines[rank] = DelayEngine(Constant(0.02), Rendezvous(store, real, rank, 20))
+        engines[rank] = DelayEngine(Constant(0.02), Rendezvous(store, real, rank, 300))
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in real]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
 
-    def begin(rank, kind="all_reduce", x=None, sequence=1, root=None, timeout=20.0):
+    def begin(rank, kind="all_reduce", x=None, sequence=1, root=None, timeout=300.0):
         x = torch.ones(2) if x is None else x
         call = Call(kind, x.nbytes, range(ranks))
         return engines[rank].submit(EmulatedOperation(call, "world", sequence, rank, (x,), (x,), timeout, root=root))
@@ -398,9 +397,9 @@ def test_a_message_comes_while_its_receiver_waits():
     engines, _ = _ranks((0, 5))
     call, given, found = Call("send", 12, (5, 0)), torch.arange(3.0), torch.zeros(3)
     receive = EmulatedOperation(
-        call, "world", 1, 1, (), (found,), 20.0, asynchronous=True, root=5, source=MessageSource()
+        call, "world", 1, 1, (), (found,), 300.0, asynchronous=True, root=5, source=MessageSource()
     )
-    send = EmulatedOperation(call, "world", 1, 0, (given,), (), 20.0, asynchronous=True, root=5)
+    send = EmulatedOperation(call, "world", 1, 0, (given,), (), 300.0, asynchronous=True, root=5)
     receiving = engines[0].submit(receive)
     sender = threading.Timer(0.1, engines[5].submit, [send])
     sender.start()
@@ -457,7 +456,7 @@ def test_a_job_writes_how_long_it_took(tmp_path):
     with job(8, (config, Constant(0.02))):
         dist.all_reduce(torch.ones(1))
         assert not file.exists()
-    assert 0.02 <= float(file.read_text()) < 5
+    assert 0.02 <= float(file.read_text()) < 300
 
 
 # --- configuration ---

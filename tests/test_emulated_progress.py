@@ -159,20 +159,21 @@ def computing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("as_future", [False, True])
 @pytest.mark.usefixtures("computing")
 def test_a_program_that_computes_waits_longer(as_future: bool) -> None:
-    """0.1 s alone, 0.8 s beside computation: after 0.2 s of it three quarters are left, which take 0.075 s."""
-    with job(4, Constant(0.1, hindrance=0.7)):
+    """0.1 s alone, 60 s beside computation: nearly all is left after 0.2 s of it, and is done in 0.1 s of waiting. A
+    future, on which nobody is seen to wait, takes 0.8 s in all."""
+    with job(4, Constant(0.1, hindrance=0.7 if as_future else 59.9)):
         begun = time.monotonic()
         work = dist.all_reduce(torch.ones(8), async_op=True)
         called = time.monotonic()
         future = work.get_future() if as_future else None
         time.sleep(0.2)
-        assert not work.is_completed()
         waits = time.monotonic()
         if future is None:
+            assert not work.is_completed() or called - begun > 0.09
             work.wait()
             # The call may be held up before its thread's clock is read first, which counts as waiting.
-            left = (1 - (called - begun) / 0.1 - (waits - called) / 0.8) * 0.1
-            assert left - 0.005 < time.monotonic() - waits < left + 0.5
+            left = (1 - (called - begun) / 0.1 - (waits - called) / 60) * 0.1
+            assert left - 0.005 < time.monotonic() - waits < 30
         else:  # nobody tells that the program waits for it; what the call itself took does not count
             future.wait()
             assert time.monotonic() - begun > 0.5
@@ -180,7 +181,7 @@ def test_a_program_that_computes_waits_longer(as_future: bool) -> None:
 
 @pytest.mark.usefixtures("computing")
 def test_what_is_waited_for_at_once_is_not_hindered() -> None:
-    with job(4, Constant(0.05, hindrance=5.0)):
+    with job(4, Constant(0.05, hindrance=60.0)):
         begun = time.monotonic()
         dist.all_reduce(torch.ones(8))
-        assert 0.049 < time.monotonic() - begun < 2
+        assert 0.049 < time.monotonic() - begun < 30

@@ -48,7 +48,7 @@ def environment(model: Any = None) -> Iterator[str]:
         yield f"{host}:{port}"
     finally:
         served.stop()
-        thread.join(10)
+        thread.join(300)
         assert not thread.is_alive()
 
 
@@ -78,7 +78,9 @@ def operation(kind: Kind, numel: int, ranks: Any, sequence: int = 0, rank: int =
     }.get(kind, ((whole,), (whole,)))
     root = 0 if kind in ("broadcast", "reduce", "gather", "scatter") else None
     call = Call(kind, 0 if kind == "barrier" else 4 * numel, ranks)
-    return EmulatedOperation(call, group, sequence, rank, inputs, outputs, more.pop("timeout", 20.0), root=root, **more)
+    return EmulatedOperation(
+        call, group, sequence, rank, inputs, outputs, more.pop("timeout", 300.0), root=root, **more
+    )
 
 
 # --- plans ---
@@ -192,7 +194,7 @@ def test_dtypes_reductions_and_layouts() -> None:
     with engine() as made:
         for sequence, (x, reduction, value) in enumerate(cases):
             call = Call("all_reduce", x.nbytes, range(3), str(x.dtype).removeprefix("torch."))
-            one = EmulatedOperation(call, "world", sequence, 0, (x,), (x,), 20.0, reduction=reduction)  # type: ignore[arg-type]
+            one = EmulatedOperation(call, "world", sequence, 0, (x,), (x,), 300.0, reduction=reduction)  # type: ignore[arg-type]
             made.submit(one).wait()
             assert (x == value).all(), (x.dtype, reduction)
 
@@ -226,18 +228,19 @@ def test_a_collective_lasts_as_long_as_the_model_says_and_links_are_shared() -> 
 
 @pytest.mark.parametrize("as_future", [False, True])
 def test_a_rank_that_computes_hinders_its_operations(as_future: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.05 s alone, 0.8 s beside computation: after 0.2 s of it three quarters are left, which take 0.0375 s. The
-    program computes whenever it does not wait, also where this machine is busy."""
+    """0.05 s alone, 60 s beside computation; of a future, on which nobody is seen to wait, 0.8 s. The program computes
+    whenever it does not wait, also where this machine is busy."""
     monkeypatch.setattr(cpu_progress._Callers, "_read", lambda self: time.monotonic())
-    with engine(Constant(0.05, hindrance=0.75)) as made:
+    with engine(Constant(0.05, hindrance=0.75 if as_future else 60.0)) as made:
         begun = time.monotonic()
         work = made.submit(operation("all_reduce", 3 * FRAME, range(4)))
+        called = time.monotonic()
         future = work.get_future() if as_future else None
         time.sleep(0.2)
-        assert not work.is_completed()
         if future is None:
+            assert not work.is_completed() or called - begun > 0.04  # the call itself counts as waiting
             work.wait()
-            assert 0.2 < time.monotonic() - begun < 0.7
+            assert 0.2 < time.monotonic() - begun < 30
         else:  # nobody tells that the program waits for it
             future.wait()
             assert time.monotonic() - begun > 0.5
@@ -290,17 +293,21 @@ def test_a_model_that_fails_fails_its_operation_on_all_real_ranks_and_no_other_j
             works = []
             for rank, made in enumerate(engines):
                 works.append(made.submit(operation(kind, 64, range(8), 1, rank)))
-                time.sleep(0.1)
-            for work, why in zip(works, ("rank 1 has left the job", said), strict=True):
-                with pytest.raises(CollectiveAborted, match=why):
+            told = []
+            for work in works:
+                with pytest.raises(CollectiveAborted) as failure:
                     work.wait()
+                told.append(str(failure.value))
+            # the one that came last asked the model
+            assert sorted("has left the job" in text for text in told) == [False, True]
+            assert any(said in text for text in told)
             for made in engines:
                 made.close()
 
 
 def greeted(address: str) -> socket.socket:
     host, port = address.split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=300)
     connection.sendall(Hello.of(0, "world", range(2), (0,)).pack())
     return connection
 
@@ -352,7 +359,7 @@ def test_a_wrong_message_is_reported_to_the_rank(messages: list[bytes], said: st
 def test_a_connection_of_something_else_is_refused() -> None:
     with environment() as address:
         host, port = address.split(":")
-        connection = socket.create_connection((host, int(port)), timeout=10)
+        connection = socket.create_connection((host, int(port)), timeout=300)
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert "another program" in reported(connection)
 
@@ -372,11 +379,9 @@ def test_an_environment_that_goes_away_fails_what_is_under_way_and_what_follows(
 
 
 def test_an_operation_that_lasts_too_long_times_out() -> None:
-    with engine(Constant(30.0)) as made:
-        begin = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"operation 3: all_reduce .* not done within 0\.2 s"):
-            made.submit(operation("all_reduce", 1024, range(2), 3, timeout=0.2)).wait()
-        assert time.monotonic() - begin < 10
+    late = r"operation 3: all_reduce .* not done within 0\.2 s"
+    with engine(Constant(3000.0)) as made, pytest.raises(RuntimeError, match=late):
+        made.submit(operation("all_reduce", 1024, range(2), 3, timeout=0.2)).wait()
 
 
 def test_addresses_and_devices_that_cannot_be() -> None:

@@ -243,7 +243,7 @@ def saved():
 
 @functools.cache
 def results(ranks, slow=False):
-    return run_ranks(everything, ranks, ladder_path() if ranks == 4 else None, saved(), slow, timeout=120.0)
+    return run_ranks(everything, ranks, ladder_path() if ranks == 4 else None, saved(), slow)
 
 
 @functools.cache

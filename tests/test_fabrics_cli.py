@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from ranks import run_ranks
 from rewriter.cli import main
 from rewriter.fabric import Call, fabrics, load_fabric
 from rewriter.fabric.curves import Point
+from rewriter.predict import timing
 
 HEADER = """\
 # nThread 1 nGpus {gpus} minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 graph: 0
@@ -199,30 +199,42 @@ def test_calibrate_looks_where_it_shall_write_before_it_measures(
         assert why in refused(["fabrics", "calibrate", "--out", str(tmp_path / place)], capsys)
 
 
-class Known:
-    """Takes as long as is known."""
+class Clock:
+    """Stands still but where a collective waits, 20 ms; every look at the thread's clock takes 1 ms."""
+
+    def __init__(self) -> None:
+        self.now = self.busy = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        self.busy += 1e-3
+        return self.busy
 
     def wait(self) -> None:
-        until = time.monotonic() + 0.02
-        while time.monotonic() < until:
-            pass
+        self.now += 0.02
 
 
-def calibrated_here(group: object) -> tuple[str, list[tuple[str, Point]], tuple[float, ...]]:
+def test_a_duration_is_from_arrival_to_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(timing, "_gathered", lambda mine: mine[None])
+    found = timing.durations(lambda: clock, 4, torch.device("cpu"))
+    assert found.seconds == pytest.approx([0.019] * 4)  # the call itself took 1 ms of the thread
+
+
+def calibrated_here(group: object) -> tuple[str, list[tuple[str, Point]]]:
     from rewriter.predict.calibration import calibrated, measure
-    from rewriter.predict.timing import durations
 
     large = measure(("all_reduce", "all_gather", "send"), (1 << 22,), 3)
-    found = [(m.kind, m.point) for m in large]
-    known = durations(Known, 4, torch.device("cpu")).seconds
-    return calibrated(Path("here.yaml"), 2048, 3)[0], found, known
+    return calibrated(Path("here.yaml"), 2048, 3)[0], [(m.kind, m.point) for m in large]
 
 
 def test_calibration_measures_every_collective(tmp_path: Path) -> None:
     """On two real ranks: all ranks agree, durations are real, and the file is a fabric that answers with them."""
-    (text, found, known), (_, *others) = run_ranks(calibrated_here, 2, timeout=300.0)
-    assert [found, known] == others
-    assert min(known) == pytest.approx(0.02, rel=0.4)  # from arrival to completion
+    (text, found), (_, other) = run_ranks(calibrated_here, 2)
+    assert found == other
     for _, point in found:
         # not faster than memory, nor than a system call
         assert point.seconds > max(2e-6, point.nbytes / 200e9)
@@ -235,8 +247,8 @@ def test_calibration_measures_every_collective(tmp_path: Path) -> None:
     out.write_text(text)
     fabric = load_fabric(out)
     assert (fabric.name, fabric.modelled, fabric.libraries) == ("here", False, ("gloo",))
-    assert fabric.device.peak["float32"] > 1e8
-    assert fabric.device.bandwidth > 1e8
+    assert fabric.device.peak["float32"] > 1e6
+    assert fabric.device.bandwidth > 1e6
     table = fabric.chosen_tables()[0]
     assert {kind for kind, _ in table.curves} == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send",

@@ -55,7 +55,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
     reader.start()
     write_text(tmp_path / "pipe", "text", "--html")
-    reader.join(10)
+    reader.join(120)
     assert read == ["text"]
 
 

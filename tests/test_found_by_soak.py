@@ -39,7 +39,7 @@ def check(config: PreTrainedConfig, steps: Sequence[Pass], modes: Mapping[int, L
         rewritten = step.apply(rewritten)
     full = {name: p.detach() for name, p in model.named_parameters()}
     ids, prompts = zoo.batch(2, 21, 256), zoo.prompts(3, 256)
-    by_rank = run_ranks(on_rank, RANKS, [runtime_case(rewritten, full)], ids, prompts, TOKENS, timeout=240)
+    by_rank = run_ranks(on_rank, RANKS, [runtime_case(rewritten, full)], ids, prompts, TOKENS)
     reference = PerRankReference(model, modes, RANKS)
     expected = reference(ids)
     expected.square().mean().backward()

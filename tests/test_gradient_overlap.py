@@ -53,7 +53,7 @@ def overlapped(events: list[tuple[str, str]]) -> list[str]:
 )
 def test_the_sum_of_a_gradient_is_hidden_by_the_other_block(recipe: str, expected: int) -> None:
     """Of a ladder's eight blocks all but the first that backward comes to; of the standard wiring's none."""
-    events = run_ranks(backward_of, 2, adapted.directory(recipe, 2), timeout=120)
+    events = run_ranks(backward_of, 2, adapted.directory(recipe, 2))
     assert events[0] == events[1], "ranks start their sums in one order"
     assert len(overlapped(events[0])) >= expected if expected else overlapped(events[0]) == []
     blocks = [name for kind, name in events[0] if kind == "block"]
@@ -101,5 +101,5 @@ def sharded(group: Any, directory: Path) -> dict[str, float]:
 @pytest.mark.parametrize("family", [pytest.param("olmo2", marks=pytest.mark.slow), "mixtral"])
 def test_sharded_parameters_have_the_gradients_of_whole_ones(family: str) -> None:
     """Of a ladder whose norms follow a sum that the next layer waits for, and of sums that are views."""
-    for errors in run_ranks(sharded, 4, adapted.directory("ladder", 2, family), timeout=120):
+    for errors in run_ranks(sharded, 4, adapted.directory("ladder", 2, family)):
         assert max(errors.values()) <= 1e-5, errors

@@ -34,7 +34,7 @@ REFUSED = {
 }
 WHOLE = """
 m --recipe ladder --tp 2 --verify full --out o
-inspect o
+inspect m
 predict m --recipe ladder --tp 2 --html p.html
 predict m --recipe ladder --tp 2 --measure --eager
 recipes show ladder

@@ -71,7 +71,7 @@ def check(name: str, ranks: int, cases: dict[str, Passes], new_tokens: int = 16,
     programs = {label: rewritten(name, ranks, passes, overlap) for label, passes in cases.items()}
     full = {label: full_weights(p, name) for label, p in programs.items()}
     emitted = [runtime_case(p, full[label]) for label, p in programs.items()]
-    by_rank = run_ranks(on_rank, ranks, emitted, ids, prompts, new_tokens, timeout=240)
+    by_rank = run_ranks(on_rank, ranks, emitted, ids, prompts, new_tokens)
     original = simulate(traced(name), ids, weights=weights(name))
     for index, (label, program) in enumerate(programs.items()):
         leaves = {n: t.clone().requires_grad_() for n, t in full[label].items()}

@@ -388,7 +388,7 @@ def real() -> tuple[dict[str, Program], list[dict[str, Any]]]:
     """The programs of CASES, and by rank what their modules computed and sent."""
     programs = {name: wired("llama", RANKS, *steps) for name, steps in CASES.items()}
     cases = [runtime_case(p, weights("llama")) for p in programs.values()]
-    by_rank = run_ranks(on_rank, RANKS, cases, batch("llama"), timeout=240)
+    by_rank = run_ranks(on_rank, RANKS, cases, batch("llama"))
     return programs, [dict(zip(CASES, results, strict=True)) for results in by_rank]
 
 
@@ -455,7 +455,7 @@ def test_ranks_that_share_tokens_too_quantize_the_sums_of_their_own() -> None:
     recipe = Recipe.model_validate({"name": "x", "summary": "x", "paper": "x", "passes": [*passes, tokens]})
     program = apply_recipe(traced("llama"), recipe, tp=RANKS, sp=2)[0]
     source, tensors = emit_runtime_module(program), shards(program, weights("llama"))
-    results = run_ranks(over_tokens, 4, source, tensors, dict(program.ties), (1, 2, 1), batch("llama"), timeout=240)
+    results = run_ranks(over_tokens, 4, source, tensors, dict(program.ties), (1, 2, 1), batch("llama"))
     with torch.no_grad():
         expected = simulate(program, batch("llama"), weights=weights("llama"))
         plain = simulate(exact(program), batch("llama"), weights=weights("llama"))

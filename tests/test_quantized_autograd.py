@@ -131,7 +131,7 @@ def early(group):
             quantized_all_reduce(x, where, format="int8", stages=2) for x in (first, second) for where in (mesh, group)
         ]
         # Nobody waits, and yet both hops of both pass: the first's thread, then the second's
-        passed = [one.work.works[0].works[0].finished.wait(30) for one in (pending, other)]
+        passed = [one.work.works[0].works[0].finished.wait(300) for one in (pending, other)]
         mark("computation")
         leaves, spec = pytree.tree_flatten(pending)
         unflattened = pytree.tree_unflatten(leaves, spec)

@@ -93,7 +93,7 @@ def ended_in_a_fork():
     end: 0 if that ended first."""
     process = os.fork()
     if not process:
-        signal.alarm(20)
+        signal.alarm(300)
         job = schedule_worker._QueuedSchedules([slow()])
         schedule_worker._queue().put(job)
         atexit._run_exitfuncs()

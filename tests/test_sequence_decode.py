@@ -81,7 +81,7 @@ def decoded(group, plans):
 
 @functools.cache
 def on_four_ranks():
-    by_rank = run_ranks(decoded, 4, list(PLANS.values()), timeout=120)
+    by_rank = run_ranks(decoded, 4, list(PLANS.values()))
     cases = [(name, prompt) for name in PLANS for prompt in PROMPTS for _ in combinations(prompt)]
     return cases, by_rank
 

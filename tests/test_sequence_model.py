@@ -112,7 +112,7 @@ def launched(names: tuple[str, ...]) -> dict[str, list[Any]]:
         sharded = program(name)
         source, tensors = emit_runtime_module(sharded), shards(sharded, weights(family))
         cases.append((source, tensors, dict(sharded.ties), plan, tp, dp, fsdp, *batch(name), prompts(name)))
-    by_rank = run_ranks(on_rank, 4, cases, timeout=240)
+    by_rank = run_ranks(on_rank, 4, cases)
     return {name: [rank[index] for rank in by_rank] for index, name in enumerate(names)}
 
 

@@ -212,7 +212,7 @@ ZERO = {"sequence": ((COLUMN, 2), 2, STEPS, None), "tensor": ((ALONE, 2, 2), 1, 
 
 @functools.cache
 def of_four(which):
-    return run_ranks(trained, 4, {"replicated": [*REPLICATED, *ZERO.values()], "plain": PLAIN}[which], timeout=120)
+    return run_ranks(trained, 4, {"replicated": [*REPLICATED, *ZERO.values()], "plain": PLAIN}[which])
 
 
 def test_sequence_and_data_parallel_training_with_fsdp_follows_one_device():
@@ -352,7 +352,7 @@ def on_a_pair(group):
 
 @functools.cache
 def of_a_pair():
-    return run_ranks(on_a_pair, 2, timeout=120)
+    return run_ranks(on_a_pair, 2)
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +20,9 @@ WIDTH, TOKENS = 8, 5
 class EqualRanks:
     """Ranks that all hold the same parts, so that a sum is a multiple."""
 
-    def __init__(self, count=2, seconds=0.0):
-        self.count, self.seconds, self.pieces = count, seconds, False
+    def __init__(self, count=2):
+        self.count, self.pieces = count, False
+        self.before = lambda: None  # a sum
 
     def ranks(self):
         return self.count
@@ -30,7 +31,7 @@ class EqualRanks:
         return x * self.count
 
     def all_reduce_now(self, x):
-        time.sleep(self.seconds)
+        self.before()
         return x.mul_(self.count)
 
     def begin(self, x):
@@ -245,13 +246,15 @@ def test_a_forgotten_sum_does_not_reach_the_next_pass():
 
 
 def test_a_sum_runs_while_the_next_block_does(ranks):
-    ranks.seconds = 0.2
-    x = torch.ones(TOKENS, WIDTH)
+    begun, computed = threading.Event(), threading.Event()
+    ranks.before = lambda: (begun.set(), met.append(computed.wait(120)))
+    met, x = [], torch.ones(TOKENS, WIDTH)
     token, _ = sums.begin(x, x)
-    begin = time.perf_counter()
-    time.sleep(0.2)  # the next block
+    assert begun.wait(120)  # and is not over
+    assert met == []
+    computed.set()  # by the next block
     sums.finish(token, x)
-    assert time.perf_counter() - begin < 0.35
+    assert met == [True]
 
 
 def test_an_error_of_a_sum_is_told_where_it_ends(ranks):

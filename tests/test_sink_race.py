@@ -19,7 +19,7 @@ def test_two_threads_may_meet_a_refused_direct_write_at_once(tmp_path: Path, mon
         if not hasattr(seen, "refused"):
             seen.refused = True
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT
-            both.wait(timeout=10)
+            both.wait(timeout=300)
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, data, offset)
 

@@ -76,7 +76,7 @@ BYTES = {  # None: node-local weights
 def counted_bytes():
     """By system, in M: what each node receives from others ÷ (1 − 1/nodes) by our count, and what FSDP2's own
     collectives hold."""
-    ranks = run_ranks(byte_counts, RANKS, timeout=120)
+    ranks = run_ranks(byte_counts, RANKS)
     result = {}
     for name in BYTES:
         per_node = [sum(rank[name][0] for rank in ranks[y * LOCAL : (y + 1) * LOCAL]) for y in range(NODES)]

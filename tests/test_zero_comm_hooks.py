@@ -241,7 +241,7 @@ def replicas():
 
 @functools.cache
 def results_of(slow):
-    return run_ranks(comm_hook_cases, RANKS, slow, timeout=180)
+    return run_ranks(comm_hook_cases, RANKS, slow)
 
 
 # relative L2 error of a parameter's gradient by what is quantized

@@ -243,7 +243,7 @@ def node_local_cases(group, slow):
 
 @functools.cache
 def results_of(slow):
-    return run_ranks(node_local_cases, RANKS, slow, timeout=180)
+    return run_ranks(node_local_cases, RANKS, slow)
 
 
 def check_gradients(case):

@@ -66,7 +66,7 @@ def refusals(group):
 
 @functools.cache
 def refused():
-    return run_ranks(refusals, RANKS, timeout=180)[0]
+    return run_ranks(refusals, RANKS)[0]
 
 
 REFUSED = {

@@ -32,6 +32,7 @@ TRIED = {
     "triton": ("3.7",),
     "vllm": ("0.32",),
 }
+_LIMIT = 20  # seconds for a program or a connection: only one that hangs takes so long
 _NEEDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "pyyaml", "rich", "typer")
 _SHARED_MEMORY = 128 << 20  # of /dev/shm: NCCL without NVLink, data loaders. Containers have 64 MiB by default
 _SCRATCH = 1 << 30
@@ -170,7 +171,7 @@ def _loopback() -> Finding:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = server.getsockname()
-            with socket.create_connection(address, timeout=2):
+            with socket.create_connection(address, timeout=_LIMIT):
                 return Finding("links", "loopback", "ok", "ranks of this machine can connect")
     except OSError as error:
         return Finding("links", "loopback", "missing", f"no connection: {error.strerror or error}",
@@ -237,14 +238,14 @@ def namespaces() -> Iterator[Finding]:
 
 def _runs(command: list[str]) -> bool:
     try:
-        return subprocess.run(command, capture_output=True, timeout=2, check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=_LIMIT, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
 
 def _output(command: list[str]) -> str:
     try:
-        return subprocess.run(command, capture_output=True, timeout=2, check=False, text=True).stdout
+        return subprocess.run(command, capture_output=True, timeout=_LIMIT, check=False, text=True).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 

@@ -107,7 +107,7 @@ def real(draw: random.Random, family: str, ranks: int, place: Path) -> dict[str,
     by_rank = (
         [on_rank(None, cases, ids, prompts, TOKENS)]
         if ranks == 1
-        else run_ranks(on_rank, ranks, cases, ids, prompts, TOKENS, timeout=240)
+        else run_ranks(on_rank, ranks, cases, ids, prompts, TOKENS)
     )
     for number, chosen in enumerate(mixes):
         about = f"{drawn.config}\n{chosen}"
