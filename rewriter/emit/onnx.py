@@ -118,7 +118,7 @@ class _Logits(nn.Module):
 
 
 def _example(model: nn.Module, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size  # type: ignore[operator, union-attr]
+    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size  # type: ignore[operator]
     ids = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(length))
     return ids, torch.arange(length).expand(batch, length).contiguous()
 
