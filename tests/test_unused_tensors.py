@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import adapted
 import pytest
 import torch
 import zoo
@@ -78,6 +79,25 @@ def test_what_transformers_ignores_is_kept_and_listed(source: Path) -> None:
     torch.testing.assert_close(logits(Path("out")), expected)
     assert main(["reshard", str(Path("out").resolve()), "--tp", "4", "--verify", "none"]) == 0
     assert main(["verify", "out"]) == 0
+
+
+@pytest.mark.slow
+def test_training_and_ranks_leave_what_is_not_used_alone(tmp_path: Path) -> None:
+    source = adapted.write_source(tmp_path / "m")
+    tensors = load_file(source / "model.safetensors")
+    save_file(with_more(tensors), source / "model.safetensors", {"format": "pt"})
+    api.convert(source, "ladder", out=tmp_path / "out", verify="none")
+    (generated,) = api.generate(tmp_path / "out", ["def"], max_new_tokens=3)
+    assert len(generated.tokens) == 3
+    assert api.verify(tmp_path / "out")
+    more: dict[str, Any] = {"length": 32, "method": "sft", "set": {"max_steps": 1, "use_cpu": True}}
+    more["set"]["learning_rate"] = 0.1
+    data = adapted.text_file()
+    api.adapt(tmp_path / "out", out=tmp_path / "new", data=data, eval=data, verify="full", **more)
+    trained = load_file(tmp_path / "new/model.safetensors")
+    assert all(torch.equal(trained[name], tensor) for name, tensor in with_more({}).items())
+    assert not torch.equal(trained["model.norm.weight"], tensors["model.norm.weight"])
+    assert json.loads((tmp_path / "new/rewrite.json").read_text())["unused"] == UNUSED
 
 
 def test_without_what_is_not_used(source: Path) -> None:

@@ -85,7 +85,7 @@ def kept_tensors(
                 f"the weights in {checkpoint.directory} are {quantized.kind}: {refuse}. Add --dequantize"
             )
         stored = unused if quantized is None else {n for name in unused for n in quantized.tensors[name].tensors()}
-        kept = {name: Tensor(name) for name in checkpoint.tensors if name not in stored}
+        kept: dict[str, Expression] = {n: Tensor(n) for n in checkpoint.tensors if n not in stored}
         return KeptTensors(checkpoint, program, kept)
     names: dict[Expression, Expression] = {tensor: Tensor(name) for name, tensor in quantized.tensors.items()}
     kept = {name: tensor for name, tensor in quantized.tensors.items() if name not in unused}

@@ -103,7 +103,7 @@ def _frequencies(module: nn.Module, layer_type: str | None, length: Any, device:
     return found
 
 
-def _table(module: nn.Module, layer_type: str | None, kind: str) -> tuple[str, torch.Tensor]:
+def _table(module: Any, layer_type: str | None, kind: str) -> tuple[str, torch.Tensor]:
     """(name, value) of the buffer that a module gets: the long set of frequencies, or what dynamic ones are made of."""
     if kind == "longrope":
         length = pretrained_length(module.config, layer_type) + 1
@@ -135,7 +135,7 @@ def _forward(cls: type[nn.Module], kinds: Mapping[str | None, str]) -> Callable[
 
 
 @contextlib.contextmanager
-def _fixed(module: nn.Module, name: str, frequencies: torch.Tensor) -> Iterator[None]:
+def _fixed(module: Any, name: str, frequencies: torch.Tensor) -> Iterator[None]:
     """The module computes with `frequencies`, which it takes for its own and does not change."""
     own, kind, make = module._buffers[name], module.rope_type, getattr(module, "rope_init_fn", None)
 
