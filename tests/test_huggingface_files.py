@@ -262,6 +262,32 @@ def test_a_newer_source_that_computes_something_else_is_refused(
         emitted.load(path)
 
 
+def as_before(self: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = self.up_proj(x) * self.act_fn(self.gate_proj(x))
+    return self.down_proj(hidden)
+
+
+def across_ranks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).flip(-1))
+
+
+@pytest.mark.parametrize(("forward", "refused"), [(as_before, False), (across_ranks, True)])
+def test_children_of_a_bound_model_are_tried_rank_by_rank(
+    forward: Any, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that takes one rank's channels to another's computes the same on one device, but not on ranks."""
+    ranks = TensorParallel().apply(emitted.program("qwen2").with_(mesh={"tp": 2}))
+    path = tmp_path / f"bound-{forward.__name__}"
+    emitted.write(emit_huggingface(Desync(n=4).apply(MergeReductions().apply(ranks))), emitted.source("qwen2"), path)
+    newer_transformers(monkeypatch, Qwen2MLP=forward)
+    if refused:
+        with pytest.raises(ImportError, match=r"Its mlp is not the sum of what 2 ranks compute\. Install one of them"):
+            emitted.load(path)
+    else:
+        with pytest.warns(UserWarning, match="On random weights this one computes the same"):
+            emitted.load(path)
+
+
 def test_a_source_layer_may_be_written_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As versions of transformers do: other annotations, and a child of another class."""
     shutil.copytree(emitted.emitted("qwen2", "all"), tmp_path / "same-wiring")

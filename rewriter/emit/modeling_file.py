@@ -74,7 +74,8 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
     read = _as_read(program)
     caches = any(kind.layer.arguments.cache for kind in (*kinds, *read))
     constants += [f"CACHE_NAMES = {literal(cache_names.CACHE_NAMES)}"] * caches
-    check = checking_code(source, [kind.class_name for kind in read], not bound, caches)
+    classes = {kind.class_name: kind.example for kind in kinds if kind.layer.modules} if bound else None
+    check = checking_code(source, [kind.class_name for kind in read], caches, program.mesh.get("tp", 1), classes)
     if any("READ = [" in part for part in check):
         check = [*(_layer_class(program, kind, False) for kind in {k.class_name: k for k in read}.values()), *check]
     parts = [
@@ -136,7 +137,8 @@ def _imports(source: Source, modules: Sequence[PerRankModule], check: Sequence[s
     mapping += "    register_checkpoint_conversion_mapping,\n)"
     others = ["from transformers.pytorch_utils import Conv1D"] * any(m.kind == "Conv1D" for m in modules)
     used = "\n".join(check)
-    standard = {"ast": True, "copy": any(m.role in ("Norm", "Experts") for m in modules), "hashlib": True}
+    copies = any(m.role in ("Norm", "Experts") for m in modules) or "copy." in used
+    standard = {"ast": True, "copy": copies, "functools": "functools." in used, "hashlib": True}
     standard |= {"inspect": True, "re": True, "sys": True, "warnings": "warnings." in used}
     versions = ["from packaging.version import Version"] * ("Version(" in used)
     third_party = [*versions, "from transformers import __version__ as transformers_version", mapping, *origin, *others]

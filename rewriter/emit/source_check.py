@@ -26,7 +26,7 @@ _INTRODUCTION = (
 )
 
 
-def _small(source: Source, examples: Collection[int]) -> tuple[dict[str, Any], list[int]]:
+def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[str, Any], list[int]]:
     """Settings of a small config of the source's kind, and the layers that it has, `examples` among them.
 
     Nothing, where there is no such config: the file then refuses classes that it does not know.
@@ -35,7 +35,7 @@ def _small(source: Source, examples: Collection[int]) -> tuple[dict[str, Any], l
     try:
         config = config_class.from_dict(dict(source.config))
         kept = sorted({*representatives(config, []), *examples})
-        found, usual = shrink(config, kept).to_diff_dict(), config_class().to_dict()
+        found, usual = shrink(config, kept, ranks).to_diff_dict(), config_class().to_dict()
         found = {k: v for k, v in found.items() if k not in _NOT_SIZES and not k.startswith("_")}
         settings = {k: v for k, v in found.items() if k not in usual or usual[k] != v}
         config_class(**settings)
@@ -53,38 +53,44 @@ def _filled(settings: Mapping[str, Any]) -> str:
     return "\n".join(f"{pad}{line}" for line in wrapped).replace("\0", " ")
 
 
-def checking_code(source: Source, read: Sequence[str], forward_only: bool, caches: bool) -> list[str]:
+def checking_code(
+    source: Source, read: Sequence[str], caches: bool, ranks: int = 1, bound: Mapping[str, int] | None = None
+) -> list[str]:
     """The code that raises where the source's layers are not those that were read.
 
-    `read` is the name of every layer's class as it was read. Without `forward_only` the code of children counts too.
-    With `caches`, layers note what children call the cache.
+    `read` is the name of every layer's class as it was read. With `caches`, layers note what children call the cache.
+    Where classes of layers compute `ranks` ranks, which `bound` has by name, with a layer that is of each, all code of
+    their children counts.
     """
+    forward_only = bound is None
     places = {cls.name: cls.module for cls in source.layer_classes}
     known = {name: installed_fingerprint(module, name, forward_only) for name, module in places.items()}
     named = [versions_with(module, name, forward_only, known[name]) for name, module in places.items()]
     versions = in_words(set.intersection(*named) | {transformers.__version__})
     newest = max([*table()["versions"], transformers.__version__], key=Version)
-    small, kept = _small(source, {read.index(name) for name in read})
-    tried = forward_only and bool(small)
+    small, kept = _small(source, {read.index(name) for name in read}, ranks)
     rows = [f"    {name}: {quoted(digest)}," for name, digest in known.items()]
     constants = ["FINGERPRINTS = {", *rows, "}", f"MADE_WITH = {quoted(transformers.__version__)}"]
     constants.append(f"VERSIONS = {quoted(versions)}  # that are known to have these classes")
-    if tried:
+    if small:
         constants.append(f"NEWEST = {quoted(newest)}  # that was known")
         constants.append("# A model of these settings has few and small layers of every kind.")
         constants += ["SMALL = {", _filled(small), "}  # fmt: skip"]
         constants.append(bracketed("READ = [", [read[layer] for layer in kept], "]", 0))
-    names = {"SourceConfig": source.config_class, "SourceModel": source.architecture}
-    parts = [fingerprint.fingerprint, fingerprint.printed, *[fingerprint.leave_out_children] * forward_only]
+    if small and bound is not None:
+        tried = [f"({kept.index(read.index(read[example]))}, {name})" for name, example in bound.items()]
+        constants.append(bracketed("BOUND = [", tried, "]", 0))
     code = ["\n".join([_INTRODUCTION, *constants])]
     whole = {"FORWARD_ONLY": str(forward_only)}
-    code.append(source_of(source_check.check_source, whole, ["NEWEST"] * (not tried)))
-    if tried:
-        code.append(
-            source_of(source_check.difference, names, ["name_caches"] * (not caches)).replace(
-                "model.layers", f"model.{source.layers}"
-            )
-        )
-        code.append(source_of(source_check.logits_of))
+    code.append(source_of(source_check.check_source, whole, ["NEWEST"] * (not small)))
+    if small:
+        names = {"SourceConfig": source.config_class, "SourceModel": source.architecture}
+        absent = ["name_caches"] * (not caches) + ["ranks_differ"] * forward_only
+        tries = [source_of(source_check.difference, names, absent), source_of(source_check.logits_of)]
+        if not forward_only:
+            of_ranks = (source_check.ranks_differ, source_check.ranks_outputs, source_check.note_call)
+            tries += [source_of(part) for part in of_ranks]
+        code += [text.replace("model.layers", f"model.{source.layers}") for text in tries]
+    parts = [fingerprint.fingerprint, fingerprint.printed, *[fingerprint.leave_out_children] * forward_only]
     code += [source_of(part, absent=["forward_only"] * (not forward_only)) for part in parts]
     return [*code, "check_source()"]

@@ -4,6 +4,8 @@ A newer transformers may have written them in another way. Then its model is run
 the same model with layers as they were read.
 """
 
+import copy
+import functools
 import inspect
 import sys
 import warnings
@@ -16,12 +18,13 @@ from transformers import __version__ as transformers_version
 
 from rewriter.emit.verbatim.cache_names import name_caches
 from rewriter.emit.verbatim.fingerprint import fingerprint
+from rewriter.emit.verbatim.per_rank import RANKS, output_rows, use_per_rank_modules
 
 FINGERPRINTS = {}
 FORWARD_ONLY = True
 MADE_WITH = VERSIONS = NEWEST = ""
 SMALL = {}
-READ = ()
+READ = BOUND = ()
 
 
 def check_source():
@@ -54,6 +57,8 @@ def difference():
             for parameter in model.parameters():
                 parameter.normal_(std=0.5)
             ids = torch.arange(3, 24)[None]
+            if (found := ranks_differ(model, ids)) is not None:
+                return found
             expected = logits_of(model, ids)
             for layer, layer_class in zip(model.layers, READ, strict=True):
                 layer.__class__ = layer_class
@@ -68,3 +73,62 @@ def logits_of(model, ids):
     """Logits of all tokens at once, and of three that follow, which read the cache."""
     options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     return torch.cat([model(ids).logits[0], *model.generate(ids, output_logits=True, **options).logits])
+
+
+def ranks_differ(model, ids):
+    """Which child of a layer does not compute the source's output as the sum of all ranks' parts; None for none.
+
+    `BOUND` are layers of the model and classes of layers that compute per rank, whose children are tried in them.
+    """
+    calls = {}
+    for index, kind in BOUND:
+        source = model.layers[index]
+        for name, child in source.named_children():
+            note = functools.partial(note_call, calls, (index, name))
+            child.register_forward_hook(note, with_kwargs=True)
+        model(ids, use_cache=False)
+        layer = copy.deepcopy(source)
+        layer.__class__ = kind
+        use_per_rank_modules(layer)
+        for name, child in layer.named_children():
+            roles = {base.__name__ for module in child.modules() for base in type(module).__mro__}
+            tokens = roles & {"PerRankTokenColumn", "PerRankTokenRow", "PerRankExperts"}
+            if not tokens and not roles & {"PerRankColumn", "PerRankRow"}:
+                continue
+            for module in child.modules():
+                if getattr(module, "segments", None):  # of the real sizes
+                    part = len(output_rows(module)) / sum(module.segments)
+                    module.segments = [int(size * part) for size in module.segments]
+            outputs = functools.partial(ranks_outputs, child, calls[index, name], tokens, "PerRankColumn" in roles)
+            expected, parts = calls[index, name][2], outputs(torch.clone, torch.clone)
+            if parts.shape[2] == RANKS:  # of its own input alone
+                same = [(parts.sum(2), expected), (outputs(torch.clone, torch.neg)[:, :, 0], parts[:, :, 0])]
+            else:
+                swapped = outputs(torch.clone, torch.neg) + outputs(torch.neg, torch.clone)
+                same = [(parts[:, :, 0], expected), (swapped, parts + outputs(torch.neg, torch.neg))]
+            limit = 1e-4 * float(expected.abs().max())
+            if not all(torch.allclose(found, wanted, 1e-4, limit) for found, wanted in same):
+                return f"Its {name} is not the sum of what {RANKS} ranks compute. "
+    return None
+
+
+def ranks_outputs(child, call, tokens, column, first, others):
+    """[B, S, RANKS or 1, D] of a child whose rank 0 has `first` of the source's input, and the others `others` of it."""
+    args, kwargs, expected = call
+
+    def given(value):
+        if not isinstance(value, torch.Tensor) or value.dim() != 3 or value.shape[-1] != expected.shape[-1]:
+            return value
+        own = [first(value), *[others(value)] * (RANKS - 1)]
+        return torch.stack(own, 2).flatten(1, 2) if tokens else torch.cat(own, -1) if column else value
+
+    found = child(*map(given, args), **{name: given(value) for name, value in kwargs.items()})
+    found = found[0] if isinstance(found, tuple) else found
+    if tokens:
+        return found.unflatten(1, (-1, RANKS))
+    return found if found.dim() > expected.dim() else found.unsqueeze(2)
+
+
+def note_call(calls, place, child, args, kwargs, output):
+    """Keep what a child was called with, and its output."""
+    calls.setdefault(place, (args, kwargs, output[0] if isinstance(output, tuple) else output))
