@@ -169,12 +169,12 @@ class CachedStep:
 
 
 def _loaded(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-    """What runs an AOTInductor package. torch._inductor.aoti_load_package gives the same, but imports Dynamo and
-    Inductor for it, which takes seconds: this is the class that it makes."""
+    """What runs a library of AOTInductor. The class is what torch._inductor.aoti_load_package wraps: that one imports
+    Dynamo and Inductor, which takes seconds, and unpacks a copy into /tmp, which a kill would leave there."""
     try:
-        package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)  # type: ignore[attr-defined]
+        library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)  # type: ignore[attr-defined]
     except RuntimeError as error:
         path.unlink(missing_ok=True)  # it is compiled again
         raise RewriterError(f"{path} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
-    run: Callable[[list[Tensor]], list[Tensor]] = package.run
+    run: Callable[[list[Tensor]], list[Tensor]] = library.run
     return run

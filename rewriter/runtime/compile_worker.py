@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from zipfile import ZipFile
 
 from rewriter.runtime import step_cache
 
@@ -32,11 +34,13 @@ def compile_step(spec: Mapping[str, Any]) -> None:
     with step_cache.alone(folder):
         if step_cache.find(folder, key) is not None:
             return
-        scratch = mkdtemp(prefix="partial-", dir=folder)
+        scratch, begin = mkdtemp(prefix="partial-", dir=folder), time.monotonic()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = scratch  # read when it is first used
-        begin = time.monotonic()
-        parts = _compiled(spec, folder, Path(scratch))
-        step_cache.store(folder, key, parts, time.monotonic() - begin)
+        try:
+            parts = _compiled(spec, folder, Path(scratch))
+            step_cache.store(folder, key, parts, time.monotonic() - begin)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _compiled(spec: Mapping[str, Any], folder: Path, scratch: Path) -> dict[str, tuple[str, bool]]:
@@ -136,7 +140,7 @@ def _example(said: Any) -> Any:
 
 
 def _package(program: Any, folder: Path, scratch: Path) -> str:
-    """The name of the file in `folder` that holds the compiled program. Raises what Inductor and the compiler raise."""
+    """The name of the shared library in `folder` that computes `program`. Raises what Inductor and the compiler do."""
     import torch
     from torch._inductor import aoti_compile_and_package
 
@@ -145,11 +149,14 @@ def _package(program: Any, folder: Path, scratch: Path) -> str:
     for name, constant in sorted(program.constants.items()):
         digest.update(f"{name} {constant.dtype} {constant.tolist()}".encode())
     digest.update(_toolchain())
-    file = folder / f"{digest.hexdigest()[:32]}.pt2"
+    file = folder / f"{digest.hexdigest()[:32]}.so"
     if not file.exists():
-        partial = scratch / file.name
+        package, partial = scratch / f"{file.stem}.pt2", scratch / file.name
         with torch.no_grad():
-            aoti_compile_and_package(program, package_path=str(partial), inductor_configs=OPTIONS)
+            aoti_compile_and_package(program, package_path=str(package), inductor_configs=OPTIONS)
+        with ZipFile(package) as archive:
+            (library,) = (name for name in archive.namelist() if name.endswith(".so"))
+            partial.write_bytes(archive.read(library))
         partial.replace(file)
     return file.name
 

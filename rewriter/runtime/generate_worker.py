@@ -25,9 +25,8 @@ OPTIONS = frozenset(
         *("prefill_chunk", "compile"),
     }
 )
-# Gets the index of a prompt, its next token, the seconds since its prefill began (of the first prompt: since ranks began
-# to load the model) and those of them in which a compilation was waited for, which the former leave out; True: no more
-# of this prompt.
+# Gets the index of a prompt, its next token, the seconds since its prefill began (of the first prompt: since ranks
+# began to load the model), without those in which a compilation was waited for, and these. True: no more of it.
 Listener = Callable[[int, int, float, float], bool]
 
 

@@ -1,7 +1,7 @@
 """Compiled decode steps in the user's cache: $XDG_CACHE_HOME/rewriter/decode-steps, by default below ~/.cache.
 
     KEY.json        which parts of a step are compiled, each with its file; written last
-    GRAPH.pt2       a compiled part, by what it computes: layers, ranks and models share those that are equal
+    GRAPH.so        a compiled part, by what it computes: layers, ranks and models share those that are equal
     KEY.spec.json   what is being compiled, KEY.log: what was said meanwhile; both go once it is done
 
 A key is a hash of all that compiled code depends on, so that nothing ever becomes stale: what has changed has another
@@ -158,6 +158,6 @@ def store(folder: Path, key: str, parts: Mapping[str, tuple[str, bool]], seconds
     for path in indices[KEPT:]:
         path.unlink()
     used = {name for path in indices[:KEPT] for name in json.loads(path.read_text(encoding="utf-8"))["files"]}
-    for path in folder.glob("*.pt2"):
+    for path in folder.glob("*.so"):
         if path.name not in used:
             path.unlink()

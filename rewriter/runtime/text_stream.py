@@ -13,8 +13,8 @@ class Generation:
 
     `text`: without special tokens, up to the first stop string, or all. `tokens`: their ids, with the one that ended
     the text: an end of sequence, or the last of a stop string. `seconds_to_first_token`: from the start of the prefill;
-    of the first prompt from where ranks begin to load the model. `seconds_per_token`: from then on, on average; None for
-    a single token. Both leave out `seconds_compiling`, in which a compilation of the decode step was waited for.
+    of the first prompt from where ranks begin to load the model. `seconds_per_token`: from then on, on average; None
+    for a single token. Both leave out `seconds_compiling`, in which a compilation of the decode step was waited for.
     """
 
     text: str
