@@ -142,7 +142,6 @@ def _example(said: Any) -> Any:
 def _package(program: Any, folder: Path, scratch: Path) -> str:
     """The name of the shared library in `folder` that computes `program`. Raises what Inductor and the compiler do."""
     import torch
-    from torch._inductor import aoti_compile_and_package
 
     inputs = [str(node.meta["val"]) for node in program.graph.nodes if node.op == "placeholder"]
     digest = hashlib.sha256(json.dumps([program.graph_module.code, inputs, torch.get_num_threads()]).encode())
@@ -151,14 +150,22 @@ def _package(program: Any, folder: Path, scratch: Path) -> str:
     digest.update(_toolchain())
     file = folder / f"{digest.hexdigest()[:32]}.so"
     if not file.exists():
-        package, partial = scratch / f"{file.stem}.pt2", scratch / file.name
-        with torch.no_grad():
-            aoti_compile_and_package(program, package_path=str(package), inductor_configs=OPTIONS)
-        with ZipFile(package) as archive:
-            (library,) = (name for name in archive.namelist() if name.endswith(".so"))
-            partial.write_bytes(archive.read(library))
-        partial.replace(file)
+        _build(program, scratch / file.name)
+        (scratch / file.name).replace(file)
     return file.name
+
+
+def _build(program: Any, file: Path) -> None:
+    """Compile `program` to the shared library `file`."""
+    import torch
+    from torch._inductor import aoti_compile_and_package
+
+    package = file.with_suffix(".pt2")
+    with torch.no_grad():
+        aoti_compile_and_package(program, package_path=str(package), inductor_configs=OPTIONS)
+    with ZipFile(package) as archive:
+        (library,) = (name for name in archive.namelist() if name.endswith(".so"))
+        file.write_bytes(archive.read(library))
 
 
 # As eager code rounds: after every operator, not only what a fused loop stores.

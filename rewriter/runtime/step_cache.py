@@ -30,6 +30,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.processes import environment, write_json
 from rewriter.common.version import PACKAGE_PARENT
 
+WORKER = ["-m", "rewriter.runtime.compile_worker"]
 KEPT = 64  # steps, of a few MB each
 _COMPUTING = ("kernels", "ops", "runtime", "sequence")  # rooms whose code is in a compiled step
 
@@ -48,9 +49,7 @@ def cache_folder() -> Path:
     if not os.access(folder, os.W_OK):
         raise RewriterError(f"{folder} is read-only. Set XDG_CACHE_HOME to a folder that you can write")
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise RewriterError(
-            f"{folder} belongs to, or is written by, other users. Run chmod 700 on your own, or remove it"
-        )
+        raise RewriterError(f"{folder}: other users can write to it. Make it your own (chmod 700), or remove it")
     return folder
 
 
@@ -108,7 +107,7 @@ def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, backgrou
     """
     write_json(folder / f"{key}.spec.json", {**spec, "folder": str(folder), "key": key})
     words = ["--background"] if background else []
-    command = [sys.executable, "-m", "rewriter.runtime.compile_worker", str(folder / f"{key}.spec.json"), *words]
+    command = [sys.executable, *WORKER, str(folder / f"{key}.spec.json"), *words]
     with (folder / f"{key}.log").open("ab") as log:
         return subprocess.Popen(
             command,
