@@ -116,7 +116,7 @@ def midway(model, cache):
     assert tokens_of(model, on_token=on_token) == expected() == seen
     assert how(model) == "compiled parts"
     assert compilation(model) == (0.0, [])
-    assert {path.suffix for path in cache.iterdir()} <= {".so", ".json", ".pt2", ""}
+    assert {path.suffix for path in cache.iterdir()} == {".so", ".json", ""}
     assert not list(cache.glob("partial-*"))
     assert len(steps_in(cache)) == 1
 
@@ -173,9 +173,7 @@ def test_a_key_is_of_all_that_the_code_depends_on(output, cache):
 def told(output, when):
     model = loaded(output, when)
     assert tokens_of(model) == expected()
-    seconds, notes = compilation(model)
-    assert seconds == 0
-    return notes
+    return compilation(model)[1]
 
 
 def test_what_cannot_be_compiled_is_eager_and_says_so(tmp_path, monkeypatch, cache):
@@ -184,6 +182,7 @@ def test_what_cannot_be_compiled_is_eager_and_says_so(tmp_path, monkeypatch, cac
     for when in ("background", "first"):
         assert told(output, when) == ["no C++ compiler to compile the decode step with: install g++, or set CXX"]
     monkeypatch.delenv("CXX")
+    cache.mkdir(parents=True, exist_ok=True)
     cache.chmod(0o777)
     closed = f"{cache}: other users can write to it. Make it your own (chmod 700), or remove it"
     assert told(output, "background") == [closed]
@@ -223,9 +222,20 @@ def test_ranks_change_over_together(tmp_path, cache):
     assert steps[-1] == "compiled parts"
 
 
+def test_what_fails_is_not_tried_again_in_every_run(tmp_path, monkeypatch, cache):
+    output = write(tmp_path / "out", 1)
+    monkeypatch.setenv("TRACED_WORKER_FAILS", "1")
+    (note,) = told(output, "first")
+    assert "could not be compiled: OSError: no space left (more in " in note
+    (note,) = told(output, "background")
+    assert note == "the decode step could not be compiled: OSError: no space left. --compile tries again"
+    assert not steps_in(cache)
+
+
 def test_the_least_recently_used_steps_are_removed(cache, monkeypatch):
     monkeypatch.setattr(step_cache, "KEPT", 2)
     folder = step_cache.cache_folder()
+    step_cache.made(folder)
     assert folder == cache
     for age, key in enumerate(("aa", "bb", "cc")):
         (folder / f"{key}.so").write_bytes(key.encode())

@@ -126,6 +126,9 @@ class CachedStep:
         small = sum(x.nbytes for x in self._model.parameters()) < LARGE
         if when == "never" or (when == "background" and small):
             return self._never("it is not in the cache of compiled steps")
+        step_cache.made(self._folder)
+        if when == "background" and (why := step_cache.failure(self._folder, self._key)) is not None:
+            return self._never(f"the decode step could not be compiled: {why}. --compile tries again", tell=True)
         if step_cache.compiler() is None:
             return self._never("no C++ compiler to compile the decode step with: install g++, or set CXX", tell=True)
         spec = {**spec, "directory": self._origin.directory}
@@ -144,10 +147,9 @@ class CachedStep:
             return _READY
         if not ended:
             return _WAITING
-        words = step_cache.last_words(self._folder, self._key)
-        return self._never(
-            f"the decode step could not be compiled: {words} ({self._folder / self._key}.log)", tell=True
-        )
+        why = step_cache.failure(self._folder, self._key) or "who did so was ended"
+        log = self._folder / f"{self._key}.log"
+        return self._never(f"the decode step could not be compiled: {why} (more in {log})", tell=True)
 
     def _found(self) -> bool:
         """Take the compiled parts from the cache, if they are there."""

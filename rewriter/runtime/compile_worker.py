@@ -188,7 +188,12 @@ def main() -> None:
 
         end_with_parent()
     signal.alarm(LIMIT_SECONDS)
-    compile_step(spec)
+    try:
+        compile_step(spec)
+    except Exception as error:
+        line = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+        (Path(spec["folder"]) / f"{spec['key']}.failed").write_text(f"{type(error).__name__}: {line.strip()[:300]}")
+        raise
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     KEY.json        which parts of a step are compiled, each with its file; written last
     GRAPH.so        a compiled part, by what it computes: layers, ranks and models share those that are equal
     KEY.spec.json   what is being compiled, KEY.log: what was said meanwhile; both go once it is done
+    KEY.failed      why it could not be compiled
 
 A key is a hash of all that compiled code depends on, so that nothing ever becomes stale: what has changed has another
 key, and the least recently used steps are removed. The folder may be removed at any time. Files appear whole, by a
@@ -20,6 +21,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,25 +34,34 @@ from rewriter.common.version import PACKAGE_PARENT
 
 WORKER = ["-m", "rewriter.runtime.compile_worker"]
 KEPT = 64  # steps, of a few MB each
+_SHORT_LIVED, _DAY = (".spec.json", ".log", ".failed", ".partial"), 86_400  # seconds
 _COMPUTING = ("kernels", "ops", "runtime", "sequence")  # rooms whose code is in a compiled step
 
 
 def cache_folder() -> Path:
-    """Made where it is not there. Raises RewriterError where it cannot be written, or others can write to it: its
-    files are code that this process runs."""
+    """Where the cache is, or would be. Raises RewriterError where others can write to it: its files are code that this
+    process runs."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-        folder = base / "rewriter" / "decode-steps"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except RuntimeError as error:
+        raise RewriterError(f"no cache for compiled decode steps: {error} Set XDG_CACHE_HOME to a folder") from error
+    folder = base / "rewriter" / "decode-steps"
+    with suppress(OSError):
         found = folder.stat()
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        raise RewriterError(f"no cache for compiled decode steps: {error}. Set XDG_CACHE_HOME to a folder") from error
-    if not os.access(folder, os.W_OK):
-        raise RewriterError(f"{folder} is read-only. Set XDG_CACHE_HOME to a folder that you can write")
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise RewriterError(f"{folder}: other users can write to it. Make it your own (chmod 700), or remove it")
+        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise RewriterError(f"{folder}: other users can write to it. Make it your own (chmod 700), or remove it")
     return folder
+
+
+def made(folder: Path) -> None:
+    """Make the cache, if it is not there. Raises RewriterError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RewriterError(f"no cache for compiled decode steps: {error}. Set XDG_CACHE_HOME to a folder") from error
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
@@ -83,7 +94,8 @@ def find(folder: Path, key: str) -> dict[str, tuple[Path, bool]] | None:
         for name, digest in said["files"].items():
             if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
                 raise ValueError(name)
-        os.utime(index)
+        with suppress(OSError):  # a cache that is read only
+            os.utime(index)
         return {part: (folder / name, bool(single)) for part, (name, single) in said["parts"].items()}
     except FileNotFoundError:
         pass
@@ -105,6 +117,7 @@ def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, backgrou
     In the background it has a session of its own, in which it goes on when this process ends, and gives way to all
     others.
     """
+    (folder / f"{key}.failed").unlink(missing_ok=True)
     write_json(folder / f"{key}.spec.json", {**spec, "folder": str(folder), "key": key})
     words = ["--background"] if background else []
     command = [sys.executable, *WORKER, str(folder / f"{key}.spec.json"), *words]
@@ -119,12 +132,11 @@ def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, backgrou
         )
 
 
-def last_words(folder: Path, key: str) -> str:
-    """The last line of what the process that compiled `key` has said."""
+def failure(folder: Path, key: str) -> str | None:
+    """Why `key` could not be compiled, in a line; None where nobody tried, or who did was killed."""
     with suppress(OSError):
-        lines = (folder / f"{key}.log").read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
-    return "it said nothing"
+        return (folder / f"{key}.failed").read_text(encoding="utf-8", errors="replace")
+    return None
 
 
 # --- in the process that compiles ---
@@ -137,11 +149,12 @@ def alone(folder: Path) -> Iterator[None]:
 
     with (folder / "lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for path in (*folder.glob("partial-*"), *folder.glob("*.partial")):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.stat().st_mtime < time.time() - 60:  # a spec may be written right now
-                path.unlink(missing_ok=True)
+        for path in folder.glob("partial-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (path for ending in _SHORT_LIVED for path in folder.glob(f"*{ending}")):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _DAY:
+                    path.unlink()
         yield
 
 
@@ -150,8 +163,8 @@ def store(folder: Path, key: str, parts: Mapping[str, tuple[str, bool]], seconds
     names = sorted({name for name, _ in parts.values()})
     files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
     write_json(folder / f"{key}.json", {"parts": parts, "files": files, "seconds": seconds})
-    for name in (f"{key}.spec.json", f"{key}.log"):
-        (folder / name).unlink(missing_ok=True)
+    for ending in _SHORT_LIVED:
+        (folder / f"{key}{ending}").unlink(missing_ok=True)
     indices = [path for path in folder.glob("*.json") if not path.name.endswith(".spec.json")]
     indices.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for path in indices[KEPT:]:
