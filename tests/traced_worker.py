@@ -7,6 +7,8 @@ import os
 import pickle
 from pathlib import Path
 
+import torch
+
 from rewriter.runtime import compile_worker
 
 SCRIPT = str(Path(__file__).resolve())
@@ -16,7 +18,9 @@ def build(program, file):
     if "TRACED_WORKER_FAILS" in os.environ:
         raise OSError("no space left")
     assert not program.constants, "they would be inputs"
-    file.write_bytes(pickle.dumps(program.graph_module))
+    graph = program.graph_module.graph
+    graph._tracer_cls = None  # unpickling would make export's again, which wants more than it is given
+    file.write_bytes(pickle.dumps(torch.fx.GraphModule(program.graph_module, graph)))
 
 
 def loaded(path):
