@@ -2,6 +2,7 @@
 
     python examples/real_models.py smollm2-135m-instruct models/smollm2
     python benchmarks/decode.py models/smollm2 [--dtypes fp32,bf16] [--batches 1,8] [--rounds 5] [--json FILE]
+    python benchmarks/decode.py models/smollm2 --command [--dtypes fp32,bf16] [--rounds 5] [--json FILE]
 
 Each contestant decodes the same prompts greedily, in turns, and every round measures what two threads can read: a sum
 over 512 MB, the best of several. Reported are medians over the rounds; `share` is bytes of the weights × steps per
@@ -9,13 +10,20 @@ second by the best bandwidth of all rounds, `by round` the median of each round'
 transformers (eager, and its static cache compiled), this runtime (eager, compiled segments, whole step compiled) and,
 with --gguf FILE and `llama-cpp-python` installed, llama.cpp with the same weights in the same precision, at batch 1.
 Exits with 1 where something is compiled after the first generation, or tokens differ in fp32.
+
+With --command the contestant is `rewrite generate` as users run it, with a cache of its own: a run that has the decode
+step compiled meanwhile, and once that is done runs in turns with transformers' eager generation of as many tokens after
+the same prompt. Exits with 1 where the median of the rounds' ratios is above RATIO, a first token took longer than
+FIRST_TOKEN seconds from where ranks begin to load the model, or tokens differ in fp32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,13 +33,15 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, CompileConfig, StoppingCriteria
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, StoppingCriteria
 
 from rewriter import api
 from rewriter.runtime import generate
 from rewriter.runtime.load import load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RATIO, FIRST_TOKEN = 0.55, 4.0
+PROMPT = "The three most important inventions of the nineteenth century were"
 Tokens = list[list[int]]
 Decode = Callable[[list[list[int]], int], tuple[float, Tokens]]  # steps per second, and the tokens
 
@@ -84,7 +94,7 @@ def transformers_decode(model: Path, dtype: torch.dtype, compiled: bool) -> Deco
 
 def runtime_decode(output: Path, dtype: torch.dtype, how: str) -> Decode:
     """how: eager, segments or step."""
-    model = load(output, dtype=dtype, compile=how != "eager")
+    model = load(output, dtype=dtype, compile=how != "eager")  # False: without what is in the user's cache
     if how == "segments":
         vars(model).pop("compiles_with")  # by which a step knows that it may be compiled as a whole
 
@@ -184,6 +194,61 @@ def report(found: dict[str, Any]) -> None:
         )
 
 
+def by_command(asked: argparse.Namespace, dtype: str, scratch: Path) -> dict[str, Any]:
+    """Seconds per token of `rewrite generate` and of transformers, in turns."""
+    output, cache = scratch / f"output-{dtype}", scratch / f"cache-{dtype}"
+    api.convert(asked.model, "tensor-parallel", tp=1, out=output, verify="none", dtype=dtype)
+    words = [sys.executable, "-m", "rewriter.cli", "generate", str(output), "--prompt", PROMPT, "--json"]
+    words += ["--max-new-tokens", str(asked.tokens)]
+    variables = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": str(asked.threads)}
+
+    def run() -> dict[str, Any]:
+        ran = subprocess.run(words, env=variables, check=True, capture_output=True, text=True)
+        sys.stderr.write(ran.stderr)
+        found: dict[str, Any] = json.loads(ran.stdout)
+        return found
+
+    first, begin = run(), time.perf_counter()
+    while list(cache.rglob("*.spec.json")):
+        time.sleep(1)
+    compiled = time.perf_counter() - begin
+    theirs = transformers_decode(asked.model, DTYPES[dtype], False)
+    prompt = AutoTokenizer.from_pretrained(asked.model)(PROMPT).input_ids
+    theirs([prompt], 8)
+    rows: list[dict[str, Any]] = []
+    for _ in range(asked.rounds + 1):  # the first of these is the second run of the command
+        steps, tokens = theirs([prompt], asked.tokens)
+        ours = run()
+        rows.append(
+            {
+                "transformers": 1 / steps, "command": ours["seconds_per_token"],
+                "first_token": ours["seconds_to_first_token"], "equal": ours["tokens"] == tokens[0],
+            }
+        )  # fmt: skip
+    return {"dtype": dtype, "first_run": first, "compiled_after": compiled, "rounds": rows}
+
+
+def report_command(found: dict[str, Any]) -> bool:
+    """Prints it; whether the goals are met."""
+    ratios = [row["command"] / row["transformers"] for row in found["rounds"]]
+    ratio, slowest = statistics.median(ratios), max(row["first_token"] for row in found["rounds"])
+    equal = all(row["equal"] for row in found["rounds"])
+    print(
+        f"\n{found['dtype']}: first run {found['first_run']['seconds_per_token'] * 1e3:.1f} ms a token, compiled "
+        f"{found['compiled_after']:.0f} s after it ended; tokens {'equal' if equal else 'differ'}"
+    )
+    print("run  transformers, ms  rewrite generate, ms  ratio  first token, s")
+    for number, (row, own) in enumerate(zip(found["rounds"], ratios, strict=True), 2):
+        print(
+            f"{number:3}  {row['transformers'] * 1e3:16.1f}  {row['command'] * 1e3:20.1f}  {own:5.2f}"
+            f"  {row['first_token']:14.2f}"
+        )
+    print(
+        f"median ratio {ratio:.2f} (goal {RATIO}), slowest first token {slowest:.2f} s (goal {FIRST_TOKEN})", flush=True
+    )
+    return ratio <= RATIO and slowest <= FIRST_TOKEN and (equal or found["dtype"] != "fp32")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -191,14 +256,21 @@ def main() -> int:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens that each is continued by")
+    parser.add_argument("--tokens", type=int, help="tokens that each is continued by: 64, with --command 100")
+    parser.add_argument("--command", action="store_true", help="measure `rewrite generate` as users run it")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    asked.tokens = asked.tokens or (100 if asked.command else 64)
     torch.set_num_threads(asked.threads)
     found, wrong = [], False
     with tempfile.TemporaryDirectory(prefix="decode-") as scratch:
+        for dtype in asked.dtypes.split(",") if asked.command else ():
+            found.append(by_command(asked, dtype, Path(scratch)))
+            wrong |= not report_command(found[-1])
+        if asked.command:
+            return finished(asked, found, wrong)
         output = Path(scratch) / "output"
         api.convert(asked.model, "tensor-parallel", tp=1, out=output, verify="none", link=True)
         for dtype in asked.dtypes.split(","):
@@ -207,6 +279,10 @@ def main() -> int:
                 report(found[-1])
                 wrong |= found[-1]["recompiled"] > 0
                 wrong |= dtype == "fp32" and not all(found[-1]["equal"].values())
+    return finished(asked, found, wrong)
+
+
+def finished(asked: argparse.Namespace, found: list[dict[str, Any]], wrong: bool) -> int:
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(wrong)

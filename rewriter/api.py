@@ -391,7 +391,7 @@ def generate(
     tp: int | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
-    compile: bool = False,
+    compile: bool | None = None,
     check: bool = False,
     trust_remote_code: bool = False,
     on_text: Callable[[int, str, Generation | None], None] = lambda *_: None,
@@ -402,7 +402,9 @@ def generate(
     A prompt is a text to continue, or the messages of a conversation, which the tokenizer's chat template makes one.
     It ends with the model's end of sequence, after `max_new_tokens`, or at the first of the strings `stop`. `sampling`:
     temperature (0, the default, takes the likeliest token), top_k, top_p and seed, which every prompt starts from.
-    `compile` compiles the decode step first, which takes a minute or more and pays for long or many texts.
+    On a CPU a decode step that was compiled before is taken from the user's cache; without one, it is compiled in the
+    background for this and later generations, by a process that may go on after this call, of which "rewriter" is told
+    as a warning. `compile=True` waits for it, False computes eagerly. On GPUs only True compiles.
     `check` compares the sha256 of every file with the manifest first, which reads all weights once more.
     `trust_remote_code` lets a tokenizer run Python code that it brings.
     `on_text(index, piece, None)` gets the text of prompt `index` as it comes, `on_text(index, piece, generation)` its
@@ -448,16 +450,17 @@ def generate(
     ends = [*ends, *tokenizer.convert_tokens_to_ids([s for s in stop if s in _special(tokenizer)])]
     streams = [TextStream(tokenizer, prompt, limit=max_new_tokens, ends=ends, stop=stop) for prompt in ids]
 
-    def on_token(index: int, token: int, seconds: float) -> bool:
+    def on_token(index: int, token: int, seconds: float, compiling: float) -> bool:
         stream = streams[index]
-        piece = stream.add(token, seconds)
+        piece = stream.add(token, seconds, compiling)
         if piece or stream.done:
             on_text(index, piece, stream.result() if stream.done else None)
         return stream.done
 
     request = {"prompts": ids, "max_new_tokens": max_new_tokens, "eos_token_ids": ends, "pad_token_id": filling}
     request |= {**sampling, "compile": compile}
-    launch(root, ranks_of(mesh), request, on_token=on_token)
+    for note in launch(root, ranks_of(mesh), request, on_token=on_token)["notes"]:
+        _LOG.warning("%s", note)
     return [stream.result() for stream in streams]
 
 

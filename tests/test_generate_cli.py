@@ -17,7 +17,7 @@ from rewriter.runtime.text_stream import Generation
 SAID = [{"role": "user", "content": "hi"}]
 GENERATE = {
     "tp": None, "max_new_tokens": 64, "temperature": 0.0, "top_p": None, "top_k": None, "seed": 0, "stop": [],
-    "compile": False, "check": False, "trust_remote_code": False,
+    "compile": None, "check": False, "trust_remote_code": False,
 }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ class Api(ModuleType):
         for index, _ in enumerate(args[1]):
             for piece in (" upon", " a ", ""):
                 on_text(index, piece, None)
-            on_text(index, "time", Generation(" upon a time", [5, 7, 9], 0.25, 0.125))
+            on_text(index, "time", Generation(" upon a time", [5, 7, 9], 0.25, 0.125, 60.5))
         self.calls.append(("generate", args, kwargs))
 
 
@@ -47,6 +47,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
         ("generate d --prompt hi", ("generate", (Path("d"), ["hi"]), GENERATE)),
         ("generate d --message hi", ("generate", (Path("d"), [SAID]), GENERATE)),
         ("generate d --prompt hi --chat", ("generate", (Path("d"), [SAID]), GENERATE)),
+        ("generate d --prompt hi --no-compile", ("generate", (Path("d"), ["hi"]), GENERATE | {"compile": False})),
         (
             "generate d --prompt hi --max-new-tokens 3 --temperature .5 --top-p .9 --top-k 40 --seed 7 "
             "--stop x --stop yy --tp 4 --compile --check --trust-remote-code --json",
@@ -91,7 +92,13 @@ def test_generate_takes_prompts_from_a_file(api: Api, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "> Once\n upon a time\n\n> There, too, é\n upon a time\n"
     assert main(["generate", "d", "--prompts", str(objects), "--json"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == 2 * [
-        {"text": " upon a time", "tokens": [5, 7, 9], "seconds_to_first_token": 0.25, "seconds_per_token": 0.125}
+        {
+            "text": " upon a time",
+            "tokens": [5, 7, 9],
+            "seconds_to_first_token": 0.25,
+            "seconds_per_token": 0.125,
+            "seconds_compiling": 60.5,
+        }
     ]
     said = [{"role": "user", "content": text} for text in ("Once", "There, too, é")]
     assert [call[1][1] for call in api.calls] == [

@@ -211,7 +211,8 @@ def test_launch_generates_on_real_ranks(tmp_path, ranks):
     request = {"prompts": PROMPTS, "max_new_tokens": 12}
     heard = [[] for _ in PROMPTS]
 
-    def on_token(prompt, token, seconds):
+    def on_token(prompt, token, seconds, compiling):
+        assert compiling == 0
         heard[prompt].append((token, seconds))
         return False
 
@@ -228,7 +229,7 @@ def test_tokens_come_while_ranks_run_and_a_listener_ends_a_prompt(tmp_path):
     """The first prompt would get 100,000 tokens: the second begins because the listener has enough of it."""
     heard = [[], []]
 
-    def on_token(prompt, token, _):
+    def on_token(prompt, token, *_):
         heard[prompt].append(token)
         return len(heard[prompt]) == 3
 

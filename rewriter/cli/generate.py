@@ -32,7 +32,7 @@ def generate(
     top_k: options.TopK = None,
     seed: options.Seed = 0,
     stop: options.Stop = None,
-    compile: options.Compile = False,
+    compile: options.Compile = None,
     check: options.Check = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.GenerationJson = False,

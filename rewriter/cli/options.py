@@ -139,7 +139,12 @@ TopK = Annotated[int | None, _Count(help="Sample from the N likeliest tokens.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Of the samples; every prompt starts from it.")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. Repeatable.")]
 Compile = Annotated[
-    bool, typer.Option("--compile", help="Compile the decode step first: minutes, for long or many texts.")
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Wait until the decode step is compiled, or never compile it.",
+        show_default="meanwhile, for later runs",
+    ),
 ]
 Check = Annotated[
     bool, typer.Option("--check", help="First compare every file with its sha256: reads all weights once more.")

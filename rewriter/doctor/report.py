@@ -94,7 +94,7 @@ def _commands(findings: Sequence[Finding], torch: Any) -> list[Command]:
     compiler = any(f.name == "C++" and f.state == "ok" for f in findings)
     found = {name: Command(name, "yes") for name in _NAMES}
     if not compiler:
-        found["generate"] = Command("generate", "in part", "--compile needs a C++ compiler")
+        found["generate"] = Command("generate", "in part", "decode steps are not compiled without a C++ compiler")
         found["predict"] = Command("predict", "in part", "--measure --graphed needs a C++ compiler")
     if not torch.cuda.is_available():
         note = "--measure and --validate run on the CPU: no GPU"

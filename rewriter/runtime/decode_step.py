@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.runtime.cache import SequenceCache, StaticCache, make_cache
+from rewriter.runtime.cached_step import CachedStep
 from rewriter.runtime.compiled import backend_of, compile_step
 from rewriter.runtime.context import Context, positions
 from rewriter.runtime.cuda_graph import capture, host_waits, why_not_captured
 from rewriter.runtime.decode_state import DecodeState
+from rewriter.runtime.load import Origin
 from rewriter.runtime.sampling import Sampling
 
 PREFILL_CHUNK = 2048
@@ -25,7 +27,7 @@ class DecodeStep(DecodeState):
     """The state of a batch and its cache, both made once for many generations, and the step from token to token.
 
     `begin` and `prefill`, then `take` and `next` in turns; `run` is both. `how` says what computes a step: "eager",
-    "compiled", "compiled segments", "captured", or one of them with the reason why it is not another.
+    "compiled", "compiled segments", "compiled parts", "captured", or one of them with the reason why it is not another.
 
     What a model's `compute` must keep to, so that a step can be captured in a CUDA graph: shapes and branches of Python
     depend on its static arguments only, every collective that it starts is awaited before it returns, nothing is read
@@ -123,6 +125,20 @@ class DecodeStep(DecodeState):
             self.how = "compiled segments"
             if (self.group is None or self.group.size() == 1) and isinstance(self.cache, StaticCache):
                 self._compile(backend)
+        elif (origin := getattr(self.model, "origin", None)) is not None and isinstance(self.cache, StaticCache):
+            self._compute_by_parts(_kept(self.model).cached, origin)
+
+    def _compute_by_parts(self, known: dict[object, CachedStep], origin: Origin) -> None:
+        kind = (self.group, self.batch, *self.cache.rings)
+        if kind not in known:
+            known[kind] = CachedStep(self.model, origin, self.group, logits_after)
+        step = known[kind]
+
+        def compute() -> None:
+            self._compute_eagerly()
+            self.how = step.how
+
+        self._logits, self._compute = step.logits, compute
 
     def _compile(self, backend: str) -> None:
         kept = _kept(self.model)
@@ -167,6 +183,7 @@ class _Kept:
     def __init__(self) -> None:
         self.step: DecodeStep | None = None
         self.compiled: Callable[..., Tensor] | None = None
+        self.cached: dict[object, CachedStep] = {}
         self.contents: tuple[object, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
@@ -179,7 +196,7 @@ class _Kept:
 def _kept(model: nn.Module) -> _Kept:
     found: _Kept = vars(model).setdefault("_decode_step", _Kept())
     if found.contents != (contents := _contents(model)):
-        found.step, found.compiled, found.contents = None, None, contents
+        found.step, found.compiled, found.cached, found.contents = None, None, {}, contents
     return found
 
 
@@ -191,6 +208,14 @@ def decode_step(model: nn.Module, batch: int, length: int, group: ProcessGroup |
         kept.step = None  # its cache need not stay beside the new one
         kept.step = DecodeStep(model, batch, length, group)
     return kept.step
+
+
+def compilation(model: nn.Module) -> tuple[float, list[str]]:
+    """How many seconds generations of `model` have waited for compilations so far, and what its user might want to know
+    of them."""
+    kept: _Kept | None = vars(model).get("_decode_step")
+    steps = () if kept is None else kept.cached.values()
+    return sum(step.seconds for step in steps), [step.note for step in steps if step.note]
 
 
 def _contents(model: nn.Module) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def load(
     dp: int = 1,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    compile: bool = False,
+    compile: bool | None = None,
     stream: bool = False,
     keep_quantized: bool = True,
     check: bool = False,
@@ -50,8 +51,10 @@ def load(
     the manifest names, `dp` times side by side: copies of the model that see different rows. Its dimensions are "tp"
     (neighbours), before it "dp", and where ranks share the tokens of a sequence those of
     `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process sees, where
-    its launcher shows each its own) if there is one, else the CPU; `dtype` to that of the file. `compile` compiles the
-    segments between collectives, and the decode step of one rank on a CPU as a whole, when they are first used.
+    its launcher shows each its own) if there is one, else the CPU; `dtype` to that of the file. Decode steps on a CPU
+    that `rewrite generate` has compiled are used (`rewriter.runtime.step_cache`), but not with `compile=False`. With
+    True the segments between collectives are compiled, and the decode step of one rank on a CPU as a whole, when they
+    are first used.
     `stream` reads weights whenever they are used, which is slow, and runs a model of any size. FP8 and MXFP4 weights
     stay as they are stored and are dequantized where they are used, unless `keep_quantized` is False or segments are
     compiled. Runs the directory's own module.py, so load only what you trust.
@@ -64,20 +67,8 @@ def load(
     file are not those of the module; VerificationError for contents that changed.
     """
     root = Path(directory)
-    if dp < 1:
-        raise RewriterError(f"dp={dp}: expected 1 or more copies of the model")
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    made = _made_for(root, world // dp)
-    if world != dp * made.ranks:
-        raise RewriterError(f"{root}: {_wrong_world(made, dp, world)}")
-    where = rank_device(device)
-    mesh = _mesh(where, made, dp)
+    made, where, mesh, model = _unfilled(root, dp, device)
     rank = 0 if mesh is None else mesh.get_local_rank("tp")
-    model = build(_inside(root, made.entry["module"]), made.entry["class"], mesh)
-    if isinstance(model, RuntimeModel):
-        config = root / "config.json"
-        model.vocabulary = vocabulary_size(read_json(config, "Rewrite the model again")) if config.exists() else None
-        model.positions = made.positions
     axis = getattr(model, "sequence", None)
     if (found := None if axis is None else axis.plan) != made.plan:
         raise RewriterError(
@@ -90,8 +81,55 @@ def load(
     model.eval()
     if compile:
         compile_segments(model)
+    elif compile is None:
+        vars(model)["origin"] = _origin(root, made, dp)
     choose_small_sums(None if mesh is None else mesh.get_group("tp"), where)
     return model
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from. `code`: the sha256 of its module's file; `dp`: how many copies of it there are;
+    `compiling`: when decode steps are compiled that are not in the cache (`rewriter.runtime.cached_step`)."""
+
+    directory: str
+    code: str
+    dp: int
+    compiling: Literal["never", "background", "first"] = "never"
+
+
+def skeleton(directory: str | os.PathLike[str], dp: int = 1) -> nn.Module:
+    """This rank's module without its weights, for a CPU; `origin` is an attribute of it. Raises as `load`."""
+    root = Path(directory)
+    made, _, _, model = _unfilled(root, dp, "cpu")
+    vars(model)["origin"] = _origin(root, made, dp)
+    return model
+
+
+def _origin(root: Path, made: _Made, dp: int) -> Origin:
+    code = hashlib.sha256(_inside(root, made.entry["module"]).read_bytes()).hexdigest()
+    return Origin(str(root.resolve()), code, dp)
+
+
+def _unfilled(
+    root: Path, dp: int, device: torch.device | str | None
+) -> tuple[_Made, torch.device, DeviceMesh | None, nn.Module]:
+    """What `root` has for this process, its device, the mesh of all processes, and the module with parameters on the
+    meta device."""
+    if dp < 1:
+        raise RewriterError(f"dp={dp}: expected 1 or more copies of the model")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    made = _made_for(root, world // dp)
+    if world != dp * made.ranks:
+        raise RewriterError(f"{root}: {_wrong_world(made, dp, world)}")
+    where = rank_device(device)
+    mesh = _mesh(where, made, dp)
+    model = build(_inside(root, made.entry["module"]), made.entry["class"], mesh)
+    if isinstance(model, RuntimeModel):
+        config = root / "config.json"
+        model.vocabulary = vocabulary_size(read_json(config, "Rewrite the model again")) if config.exists() else None
+        model.positions = made.positions
+    return made, where, mesh, model
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 
 from rewriter.kernels import accumulation_dtype
 
@@ -36,6 +37,15 @@ def with_reductions(backend: str) -> Callable[[fx.GraphModule, list[Tensor]], Ca
         return compiled
 
     return compile_with_reductions
+
+
+class Reductions(TorchFunctionMode):
+    """Within it, what is traced has reductions in place of products of up to FEW_ROWS rows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LINEAR and args[0].shape[:-1].numel() <= FEW_ROWS:
+            func = product
+        return func(*args, **(kwargs or {}))
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

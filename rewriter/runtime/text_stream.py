@@ -12,14 +12,16 @@ class Generation:
     """What follows one prompt.
 
     `text`: without special tokens, up to the first stop string, or all. `tokens`: their ids, with the one that ended
-    the text: an end of sequence, or the last of a stop string. `seconds_to_first_token`: from the start of the prefill.
-    `seconds_per_token`: from then on, on average; None for a single token.
+    the text: an end of sequence, or the last of a stop string. `seconds_to_first_token`: from the start of the prefill;
+    of the first prompt from where ranks begin to load the model. `seconds_per_token`: from then on, on average; None
+    for a single token. Both leave out `seconds_compiling`, in which a compilation of the decode step was waited for.
     """
 
     text: str
     tokens: list[int]
     seconds_to_first_token: float
     seconds_per_token: float | None
+    seconds_compiling: float = 0.0
 
 
 class TextStream:
@@ -40,11 +42,14 @@ class TextStream:
         self._waiting, self._text = "", ""
         self._tokens: list[int] = []
         self._seconds: list[float] = []
+        self._compiling = 0.0
         self.done = False
 
-    def add(self, token: int, seconds: float) -> str:
-        """The text that the next token, made `seconds` after the start of the prefill, adds for sure."""
+    def add(self, token: int, seconds: float, compiling: float = 0.0) -> str:
+        """The text that the next token adds for sure. It was made `seconds` after the start, without the `compiling`
+        ones in which a compilation was waited for."""
         self._tokens.append(token)
+        self._compiling = compiling
         self._seconds.append(seconds)
         self._window.append(token)
         last = token in self._ends or len(self._tokens) == self._limit
@@ -60,7 +65,7 @@ class TextStream:
         """All of it, once `done`."""
         first, count = self._seconds[0], len(self._tokens)
         pace = (self._seconds[-1] - first) / (count - 1) if count > 1 else None
-        return Generation(self._text, self._tokens, first, pace)
+        return Generation(self._text, self._tokens, first, pace, self._compiling)
 
     def _decoded(self, last: bool) -> str:
         before, after = (
