@@ -420,6 +420,7 @@ def generate(
     from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
     from rewriter.runtime.generate_worker import launch
     from rewriter.runtime.text_stream import TextStream
+    from rewriter.verify.prompts import prompt_ids, special_tokens, tokenizer_of
     from rewriter.verify.saved_output import check_files, config_of
 
     root = Path(directory)
@@ -441,13 +442,13 @@ def generate(
             "has"
         )
     ends, filling = end_tokens(root, written)
-    tokenizer = _tokenizer(root, trust_remote_code)
-    ids = [_prompt_ids(root, tokenizer, prompt) for prompt in prompts]
+    tokenizer = tokenizer_of(root, trust_remote_code)
+    ids = [prompt_ids(root, tokenizer, prompt) for prompt in prompts]
     for prompt, own in zip(prompts, ids, strict=True):
         check_tokens(f"the prompt {shortened(prompt)!r}", own, vocabulary_size(config), tokenizer)
         check_positions(len(own), max_new_tokens, manifest.positions)
     # A special token is no part of the text, and so ends it by its id.
-    ends = [*ends, *tokenizer.convert_tokens_to_ids([s for s in stop if s in _special(tokenizer)])]
+    ends = [*ends, *tokenizer.convert_tokens_to_ids([s for s in stop if s in special_tokens(tokenizer)])]
     streams = [TextStream(tokenizer, prompt, limit=max_new_tokens, ends=ends, stop=stop) for prompt in ids]
 
     def on_token(index: int, token: int, seconds: float, compiling: float) -> bool:
@@ -478,41 +479,3 @@ def export_onnx(
     from rewriter.emit.onnx import export_onnx
 
     export_onnx(Path(directory), Path(file), trust_remote_code=trust_remote_code)
-
-
-def _tokenizer(root: Path, trust_remote_code: bool) -> Any:
-    from rewriter.verify.drift import load_tokenizer, tokenizer_files
-
-    tokenizer = load_tokenizer(str(root), trust_remote_code)
-    if tokenizer is None:
-        broken = tokenizer_files(root)
-        what = f"transformers cannot load its tokenizer ({', '.join(broken)})" if broken else "it has no tokenizer"
-        raise RewriterError(
-            f"{root}: {what}, so text cannot become tokens. Copy the source's tokenizer files into it, or "
-            "call rewriter.runtime.generate with token ids"
-        )
-    return tokenizer
-
-
-def _prompt_ids(root: Path, tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
-    """The tokens of a text, or of messages in the chat template, with the start of an answer after them."""
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt).input_ids
-    elif not tokenizer.chat_template:
-        raise RewriterError(
-            f"{root}: its tokenizer has no chat template, so messages cannot become a prompt. Give a text to continue "
-            "(--prompt TEXT), or put the chat_template.jinja of the model's instruct version into it"
-        )
-    else:
-        try:
-            ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
-        except Exception as error:  # templates raise what they like, jinja's own errors and Python's
-            raise RewriterError(f"the chat template of {root} fails on these messages: {error}") from error
-    if not ids:
-        raise RewriterError(f"the prompt {str(prompt)!r} gives no tokens. Write at least one character")
-    return list(ids)
-
-
-def _special(tokenizer: Any) -> set[str]:
-    """The tokens that `skip_special_tokens` leaves out."""
-    return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
