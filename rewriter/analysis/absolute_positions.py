@@ -81,12 +81,12 @@ def _tables(graph: fx.Graph, modules: Mapping[str, Module], offsets: Mapping[fx.
             inside = zip(placeholders(module.graph), args, strict=False)
             given = {inner: known[outer] for inner, outer in inside if isinstance(outer, fx.Node) and outer in known}
             yield from _tables(module.graph, module.modules, given) if given else ()
-        elif isinstance(module, Leaf) and "Embedding" in str(module) and args[0] in known:
+        elif isinstance(module, Leaf) and module.kind == "Embedding" and args[0] in known:
             yield module.parameters["weight"][0] - known[args[0]]
         elif node.target in _LOOK_UPS:
             table, dim, index = _LOOK_UPS[node.target](args)
-            if isinstance(index, fx.Node) and index in known:
-                yield _rows(table, dim, modules) - known[index]
+            if isinstance(index, fx.Node) and index in known and (rows := _rows(table, dim, modules)) is not None:
+                yield rows - known[index]
         elif args and isinstance(args[0], fx.Node) and args[0] in known:
             if node.target in _SAME:
                 known[node] = known[args[0]]
@@ -94,15 +94,18 @@ def _tables(graph: fx.Graph, modules: Mapping[str, Module], offsets: Mapping[fx.
                 known[node] = known[args[0]] + args[1]
 
 
-def _rows(table: fx.Node, dim: int, modules: Mapping[str, Module]) -> int:
-    """The size of a table; of one that a module gives, of its constant."""
-    while "val" not in table.meta and table.op == "call_function":  # a cast
+def _rows(table: fx.Node, dim: int, modules: Mapping[str, Module]) -> int | None:
+    """The size of a table; of one that a module gives, of its constant. None where it is neither known."""
+    while "val" not in table.meta and table.op == "call_function" and table.all_input_nodes:  # a cast
         table = table.all_input_nodes[0]
     module = called_module(table, modules)
     if isinstance(module, Body):
-        constant = module.graph.output_node().all_input_nodes[0]
-        return module.buffers[str(constant.target)].shape[dim]
-    return int(table.meta["val"].shape[dim])
+        (constant, *_) = module.graph.output_node().all_input_nodes
+        value = module.buffers.get(str(constant.target))
+    else:
+        value = table.meta.get("val")
+    size = None if value is None else value.shape[dim]
+    return size if isinstance(size, int) else None
 
 
 # (table, dimension, index) of what reads rows of a table
