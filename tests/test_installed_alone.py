@@ -26,7 +26,7 @@ TRAINING = "--data d.jsonl --set max_steps=1 --length 32 --verify none"
 INSTALL = "Install the extra: pip install 'rewriter[{}]'"
 REFUSED = {
     f"adapt o {TRAINING} --out h": f"rewrite adapt needs the package accelerate. {INSTALL.format('adapt')}",
-    "search m --tp 2 --heal 64 --out s.yaml": f"--heal needs the package accelerate. {INSTALL.format('adapt')}",
+    "search m --tp 2 --heal 64 --out heal.yaml": f"--heal needs the package accelerate. {INSTALL.format('adapt')}",
     "export o --onnx o.onnx": f"needs the packages onnx, onnxruntime, onnxscript. {INSTALL.format('onnx')}",
     "serve o --engine transformers --dry-run": "fastapi, openai, uvicorn. Install what its server needs (pip install "
     "'rewriter[serve]')",
@@ -76,7 +76,7 @@ def refused(python: Path, place: Path) -> None:
     assert len(said) == len(REFUSED), done.stderr
     assert [line for line, part in zip(said, REFUSED.values(), strict=True) if part not in line] == []
     assert done.returncode == 2
-    assert not {"h", "s.yaml", "s.search", "o.onnx"} & {path.name for path in place.iterdir()}
+    assert not {"h", "heal.yaml", "heal.search", "o.onnx"} & {path.name for path in place.iterdir()}
 
 
 def test_without_extras_commands_work_or_name_their_extra(place: Path) -> None:
