@@ -44,6 +44,7 @@ verify o
 diff o --html d.html
 bisect o
 reshard o --tp 1
+refresh o
 generate o --prompt def --max-new-tokens 2
 coverage llama
 search m --tp 2 --calibration t.txt --loss 90% --out s.yaml

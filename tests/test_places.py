@@ -34,6 +34,7 @@ m bisect . --recipe '{r}' --tp 2
 h reshard '{o}' --tp 1
 l reshard . --tp 4 --verify none
 o verify .
+h refresh '{l}'
 h generate '{o}' --prompts '{d}/prompts é.txt' --max-new-tokens 2 --check
 h serve '{o}' --dry-run --engine transformers
 h export '{o}' --onnx '{d}/ein modèle.onnx'
