@@ -191,6 +191,7 @@ def test_the_code_and_its_vocabulary_are_copied_and_used_with_trust(
     assert ran.exists()
 
 
+@pytest.mark.slow
 def test_what_was_adapted_has_the_code_too(coded: tuple[Path, Path], tmp_path: Path) -> None:
     model, _ = coded
     out, data = tmp_path / "out", tmp_path / "data.jsonl"

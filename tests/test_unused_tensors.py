@@ -57,7 +57,8 @@ def logits(directory: Path) -> torch.Tensor:
         return model(torch.arange(1, 30)[None], use_cache=False).logits
 
 
-def test_what_transformers_ignores_is_kept_and_listed(source: Path) -> None:
+@pytest.mark.parametrize("verify", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_what_transformers_ignores_is_kept_and_listed(source: Path, verify: str) -> None:
     def wrong(index: dict[str, Any]) -> None:
         del index["metadata"]  # transformers itself cannot load it so
         del index["weight_map"]["lm_head.weight"]
@@ -68,7 +69,7 @@ def test_what_transformers_ignores_is_kept_and_listed(source: Path) -> None:
     for name in ("pytorch_model.bin", "c.safetensors", "consolidated.safetensors", "original/params.json"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("not read")
-    report = api.convert(source, "tensor-parallel", out="out", tp=2, verify="full")
+    report = api.convert(source, "tensor-parallel", out="out", tp=2, verify=verify)
     assert any(MTP in note and "--drop-unused" in note for note in report.notes)
     assert json.loads(Path("out/rewrite.json").read_text())["unused"] == UNUSED
     stored = load_file("out/a.safetensors") | load_file("out/b.safetensors")
@@ -78,7 +79,7 @@ def test_what_transformers_ignores_is_kept_and_listed(source: Path) -> None:
     assert index["metadata"]
     torch.testing.assert_close(logits(Path("out")), expected)
     assert main(["reshard", str(Path("out").resolve()), "--tp", "4", "--verify", "none"]) == 0
-    assert main(["verify", "out"]) == 0
+    assert verify == "none" or main(["verify", "out"]) == 0
 
 
 @pytest.mark.slow
