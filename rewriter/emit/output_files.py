@@ -61,7 +61,7 @@ class PlannedFiles:
     def dequantized(self) -> torch.dtype | None:
         """The dtype of what the source stores quantized and the output does not, unless `target` is that of all."""
         quantized = None if self.kept is None or self.target is not None else self.kept.dequantized
-        return quantized and torch_dtype(quantized.dtype, "its weights")
+        return None if quantized is None else torch_dtype(quantized.dtype, "its weights")
 
     def held(self, expression: Expression) -> torch.Tensor:
         """What an expression over the source gives, fp32, with the precision in which the output holds it."""
