@@ -160,6 +160,13 @@ def test_nothing_is_found_in_an_output_that_is_right(written: Path, capsys: pyte
     assert all(s["held"] for s in data["steps"])
 
 
+def test_rounding_that_was_asked_for_is_no_fault(source: Path, tmp_path: Path) -> None:
+    api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none", dtype="bf16")
+    found = api.bisect(tmp_path / "out", source=source)
+    assert found.fault is None
+    assert [step.held for step in found.steps[-2:]] == [True, True]
+
+
 def test_another_model_is_no_source(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zoo.save("qwen2", tmp_path / "other")
     assert main(["bisect", str(copy), "--source", str(tmp_path / "other")]) == 2

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
 from rewriter.emit.manifest import Manifest, mesh_name, ranks_of, read_manifest
+from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.verify.comparison import REAL_WEIGHTS
@@ -156,7 +158,7 @@ def _written(opened: Reopened, found: Bisection, progress: ProgressCall) -> None
         found.notes.append(f"{EXACT_SUMS}; the sharded module, which quantizes them, was not run")
         return
     ids = golden_tokens(program)
-    right = record(exact(program), ids, load_weights(program, torch.float32))
+    right = record(exact(program), ids, _weights(opened, program))
     seen = run_ranks(root, ids, ranks)
     if not compare_written("sharded module", seen, program, right, logits, REAL_WEIGHTS, found):
         _with_line(opened, found, opened.manifest.runtime[mesh_name(opened.manifest.mesh)].module)
@@ -165,10 +167,21 @@ def _written(opened: Reopened, found: Bisection, progress: ProgressCall) -> None
 def _checkpoint(opened: Reopened, found: Bisection) -> Ranks:
     """Compare the adapted checkpoint with the program on one device; returns the program's logits."""
     ids, single = golden_tokens(opened.program), single_device(opened.program)
-    right = record(single, ids, load_weights(single, torch.float32))
+    right = record(single, ids, _weights(opened, single))
     logits = right.values[("", result_of(single).name)]
     compare_written("adapted checkpoint", run_checkpoint(opened.root, ids), single, right, logits, REAL_WEIGHTS, found)
     return logits
+
+
+def _weights(opened: Reopened, program: Program) -> Mapping[str, torch.Tensor]:
+    """The weights of a form of the output's program, fp32, with the precision in which the output holds them."""
+    job: Mapping[str, Any] = opened.manifest.job or {}
+    own = opened.source is None or opened.manifest.adaptation is not None
+    if own or not (job.get("dtype") or job.get("dequantize")):
+        return load_weights(program, torch.float32)
+    layout = opened.planned()
+    expressions = {name: parameter.expression for name, parameter in program.parameters.items()}
+    return {name: layout.held(e) for name, e in expressions.items() if e is not None}
 
 
 def _with_line(opened: Reopened, found: Bisection, name: str | None) -> None:

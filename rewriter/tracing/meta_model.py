@@ -135,10 +135,10 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     model.config.dtype = declared
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     made_alike, declared = _dtypes_as_built(config, trust_remote_code)
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point():
-                parameter.data = torch.empty_like(parameter, dtype=TRACE_DTYPE, device="meta")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            dtype = torch.float32 if name in declared else TRACE_DTYPE  # a forward may ask which it is
+            parameter.data = torch.empty_like(parameter, dtype=dtype, device="meta")
     kept = kept_in_fp32(model, declared)
     stored = stored_buffers(model, kept["bfloat16"])
     for path, module in model.named_modules():
