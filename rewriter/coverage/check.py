@@ -174,7 +174,23 @@ class _Subject:
 
     def _require(self, program: Program, expected: list[torch.Tensor], limit: float, what: str) -> None:
         for ids, logits in zip(self.batches, expected, strict=True):
-            _require_equal(simulate(program, ids, weights=self.weights), logits, limit, what)
+            try:
+                _require_equal(simulate(program, ids, weights=self.weights), logits, limit, what)
+            except VerificationError as error:
+                if expected is not self.expected or not self._is_rounding(program, ids, limit):
+                    raise error
+
+    def _is_rounding(self, program: Program, ids: torch.Tensor, limit: float) -> bool:
+        """Whether `program` computes what the unmodified model does once both are in fp64, as far as they can be."""
+        try:
+            exact = self.model.double()
+            exact.set_experts_implementation("eager")  # grouped products know no fp64
+            found = simulate(program, ids, weights=load_weights(self.program, torch.float64), host=exact)
+            return relative_error(found, original_logits(exact, ids)) <= limit
+        except (RuntimeError, ValueError):  # a class that mixes fp32 with the model's dtype
+            return False
+        finally:
+            self.model.float()
 
     def _ladder(self) -> None:
         """Every layer, then every second one: both transitions. The last one is what is emitted."""

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,15 +33,26 @@ def candidates(config: PreTrainedConfig, model: PreTrainedModel) -> Iterator[tup
     modules = {sys.modules[kind.__module__] for kind in map(type, model.modules())}
     code = "\n".join(inspect.getsource(m) for m in modules if m.__name__.startswith("transformers.models."))
     allowed = _words(type(text))
-    for name, value in sorted(text.to_dict().items()):
+    for path, value in _settings(text.to_dict(), inner):
+        name = path.rpartition(".")[2]
         if name in _OTHER or not re.search(rf"""config\.{name}\b|config, ["']{name}["']""", code):
             continue
         if isinstance(value, bool):
-            yield f"{inner}{name}", not value
+            yield path, not value
         elif name in _ACTIVATIONS and isinstance(value, str):
-            yield f"{inner}{name}", "gelu" if value in ("silu", "swish") else "silu"
+            yield path, "gelu" if value in ("silu", "swish") else "silu"
         else:
-            yield from ((f"{inner}{name}", word) for word in allowed.get(name, ()) if word != value)
+            yield from ((path, word) for word in allowed.get(name, ()) if word != value)
+
+
+def _settings(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The settings of a language model, with those of configs inside for its parts (`attn_config.alibi`)."""
+    for name, value in sorted(data.items()):
+        if isinstance(value, dict):
+            if name.startswith(("attn", "attention", "ffn", "mlp", "ssm", "moe")):
+                yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _words(kind: type) -> dict[str, tuple[Any, ...]]:
