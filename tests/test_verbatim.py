@@ -10,8 +10,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from rewriter.emit.verbatim import model, per_rank, source_of
+from rewriter.emit.layer_arguments import LayerArguments, arguments_of
+from rewriter.emit.verbatim import cache_names, model, per_rank, source_of
 from rewriter.emit.verbatim.per_rank import RANKS
+from rewriter.ir import LayerArgument, PythonCall, Source
 
 BATCH, TOKENS, HIDDEN = 2, 3, 8
 
@@ -138,3 +140,61 @@ def test_a_models_layers_get_their_classes() -> None:
     config.rewriter_layers = ["standard"]
     with pytest.raises(ValueError, match="names 1 layers, the model has 2"):
         scope["rewire"](source, source.layers)
+
+
+# --- what the cache is called
+
+
+class Mixer(nn.Module):
+    def forward(self, x: torch.Tensor, cache_params: object = None, **kwargs: object) -> torch.Tensor:
+        return x
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor, past_key_values: object = None, cache: object = None) -> torch.Tensor:
+        return x
+
+
+def test_every_child_gets_the_cache_under_its_own_name() -> None:
+    layer = nn.ModuleDict({"mixer": Mixer(), "inner": nn.ModuleDict({"attn": Attention()}), "norm": nn.LayerNorm(4)})
+    cache_names.name_caches(layer)
+    assert layer.cache_names == {"mixer": "cache_params", "inner.attn": "cache"}
+    for name in cache_names.CACHE_NAMES:
+        kwargs = {"position_ids": 1, name: "the cache"}
+        assert cache_names.take_cache(kwargs) == "the cache"
+        assert kwargs == {"position_ids": 1}
+    assert cache_names.take_cache({"position_ids": 1}) is None
+
+
+def call(splat: bool, **kwargs: str) -> PythonCall:
+    return PythonCall((), {name: LayerArgument(value) for name, value in kwargs.items()}, splat, None)
+
+
+BOTH = call(True, mask="mask", cache="cache")
+
+
+@pytest.mark.parametrize(
+    ("calls", "by_place", "expected"),
+    [
+        # attention and an MLP: all that attention is given travels
+        ([(BOTH, True), (call(False), False)], 1, (("x",), {"mask", "cache"}, None, False)),
+        # a mixer without attention, which other versions give the cache by another name
+        ([(call(True, cache="cache", mask="mask"), False)], 1, (("x",), {"mask"}, "cache", True)),
+        # two children, of which one is not given the mask
+        ([(BOTH, True), (call(True, cache="cache"), True)], 1, (("x", "mask"), {"cache"}, None, False)),
+        # the layer's **kwargs are not passed on
+        ([(call(False, mask="mask", cache="cache"), True)], 1, (("x", "mask"), set(), "cache", True)),
+        # another name than the layer's
+        ([(call(True, cache_params="cache"), True)], 1, (("x", "mask"), set(), "cache", True)),
+        # the model passes both by place
+        ([(BOTH, True)], 3, (("x", "mask", "cache"), set(), "cache", False)),
+    ],
+)  # fmt: skip
+def test_what_a_layer_hands_on_travels_in_its_kwargs(
+    calls: list[tuple[PythonCall, bool]], by_place: int, expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rewriter.emit.layer_arguments.passed_by_place", lambda _: by_place)
+    source = object.__new__(Source)
+    object.__setattr__(source, "layer_arguments", ("x", "mask", "cache"))
+    named, travelling, cache, takes = expected
+    assert arguments_of(source, calls, ()) == LayerArguments(named, frozenset(travelling), cache, takes)  # type: ignore[arg-type]

@@ -113,7 +113,7 @@ def ranks_differ(model, ids):
 
 
 def ranks_outputs(child, call, tokens, column, first, others):
-    """[B, S, RANKS or 1, D] of a child whose rank 0 has `first` of the source's input, and the others `others` of it."""
+    """[B, S, RANKS or 1, D] that a child returns for `first` of the source's input on rank 0 and `others` on others."""
     args, kwargs, expected = call
 
     def given(value):
