@@ -180,7 +180,7 @@ def _loaded(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     """What runs a library of AOTInductor. The class is what torch._inductor.aoti_load_package wraps: that one imports
     Dynamo and Inductor, which takes seconds, and unpacks a copy into /tmp, which a kill would leave there."""
     try:
-        library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)  # type: ignore[attr-defined]
+        library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
     except (RuntimeError, AttributeError) as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)  # it is compiled again
