@@ -210,6 +210,8 @@ def by_command(asked: argparse.Namespace, dtype: str, scratch: Path) -> dict[str
 
     first, begin = run(), time.perf_counter()
     while list(cache.rglob("*.spec.json")):
+        if failed := list(cache.rglob("*.failed")):
+            raise SystemExit(failed[0].read_text(encoding="utf-8"))
         time.sleep(1)
     compiled = time.perf_counter() - begin
     theirs = transformers_decode(asked.model, DTYPES[dtype], False)

@@ -157,6 +157,10 @@ def test_a_key_is_of_all_that_the_code_depends_on(output, cache):
     assert how(other) == unknown
     module.write_text(code)
 
+    swapped = loaded(output)
+    swapped.lm_head.__class__ = type("Other", (type(swapped.lm_head),), {})
+    tokens_of(swapped)
+    assert how(swapped) == unknown
     hooked = loaded(output)
     hooked.lm_head.register_forward_hook(lambda *_: None)
     tokens_of(hooked)

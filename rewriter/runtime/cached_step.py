@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -65,12 +66,12 @@ class CachedStep:
         if self._state is None:
             with watched(parts := parts_of(self._model)) as calls:
                 logits = self._eager(*inputs)
-            self._agree(self._begin(parts, calls))
+            self._agree(self._told(lambda: self._begin(parts, calls)))
             return logits
         logits = self._eager(*inputs)
         self._steps += 1
         if self._state == _WAITING and self._steps % TOKENS_BETWEEN_LOOKS == 0:
-            self._agree(self._look())
+            self._agree(self._told(self._look))
         return logits
 
     @property
@@ -97,17 +98,18 @@ class CachedStep:
             self.how = "eager: being compiled"
 
     def _begin(self, parts: Sequence[Part], calls: Mapping[str, Call]) -> int:
+        if (reason := why_no_parts(self._model)) is not None:
+            return self._never(reason)
+        self._parts, self._calls = list(parts), calls
+        self._folder = step_cache.cache_folder()
+        spec = self._spec()
+        self._key = step_cache.key_of(spec)
+        return _READY if self._found() else self._start(spec)
+
+    def _told(self, look: Callable[[], int]) -> int:
+        """What `look` finds; an error of it keeps the step eager. One rank must not leave the others alone."""
         try:
-            reason = why_no_parts(self._model)
-            if reason is None and not calls:
-                reason = "no part of it can be compiled"
-            if reason is not None:
-                return self._never(reason)
-            self._parts, self._calls = list(parts), calls
-            self._folder = step_cache.cache_folder()
-            spec = self._spec()
-            self._key = step_cache.key_of(spec)
-            return _READY if self._found() else self._start(spec)
+            return look()
         except (RewriterError, OSError) as error:
             return self._never(str(error), tell=self._origin.compiling != "never")
 
@@ -115,9 +117,11 @@ class CachedStep:
         """What a compiled step depends on besides the machine, and what is needed to compile it but where it is."""
         versions = [torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()]
         place = (dist.get_rank(), dist.get_world_size()) if self._group is not None else (0, 1)
+        modules = [(path, type(module).__qualname__) for path, module in self._model.named_modules()]
+        calls = {name: said(call) for name, call in self._calls.items()}
         return {
             "torch": versions, "threads": torch.get_num_threads(), "code": self._origin.code, "dp": self._origin.dp,
-            "rank": place[0], "world": place[1], "calls": {name: said(call) for name, call in self._calls.items()},
+            "rank": place[0], "world": place[1], "modules": modules, "calls": calls,
         }  # fmt: skip
 
     def _start(self, spec: Mapping[str, Any]) -> int:
@@ -156,6 +160,8 @@ class CachedStep:
         files = step_cache.find(self._folder, self._key)
         if files is None:
             return False
+        if not files:
+            raise RewriterError("no part of the decode step can be compiled")
         runs = {path: _loaded(path) for path in {path for path, _ in files.values()}}
         self._parts = [part for part in self._parts if part.name in files]
         self._compiled = [
@@ -174,9 +180,10 @@ def _loaded(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     """What runs a library of AOTInductor. The class is what torch._inductor.aoti_load_package wraps: that one imports
     Dynamo and Inductor, which takes seconds, and unpacks a copy into /tmp, which a kill would leave there."""
     try:
-        library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        path.unlink(missing_ok=True)  # it is compiled again
+        library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+    except (RuntimeError, AttributeError) as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # it is compiled again
         raise RewriterError(f"{path} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     run: Callable[[list[Tensor]], list[Tensor]] = library.run
     return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -126,10 +126,10 @@ class DecodeStep(DecodeState):
             if (self.group is None or self.group.size() == 1) and isinstance(self.cache, StaticCache):
                 self._compile(backend)
         elif (origin := getattr(self.model, "origin", None)) is not None and isinstance(self.cache, StaticCache):
-            self._compute_by_parts(_kept(self.model).cached, origin)
+            self._compute_by_parts(origin, self.cache.rings)
 
-    def _compute_by_parts(self, known: dict[object, CachedStep], origin: Origin) -> None:
-        kind = (self.group, self.batch, *self.cache.rings)
+    def _compute_by_parts(self, origin: Origin, rings: Sequence[bool]) -> None:
+        known, kind = _kept(self.model).cached, (self.group, self.batch, *rings)
         if kind not in known:
             known[kind] = CachedStep(self.model, origin, self.group, logits_after)
         step = known[kind]

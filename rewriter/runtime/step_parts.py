@@ -135,7 +135,8 @@ class Call:
 
     def arguments(self, inputs: Sequence[Tensor], slots: Sequence[int]) -> list[Any]:
         """The arguments again, of `inputs` as `of` makes them: the reverse of what a compiled part is given."""
-        rest, found = iter(inputs), []
+        rest: Iterator[Any] = iter(inputs)
+        found: list[Any] = []
         for kind in self.kinds:
             if kind != "context":
                 found.append(next(rest) if kind == "tensor" else None)
