@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rewriter as rw
+from rewriter.adapt import adapted_output
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.coverage.configs import registered_types, small_config
 from rewriter.emit import output_files, weight_references
@@ -130,3 +131,14 @@ def test_drift_is_from_the_weights_as_they_were(
     stored = load_file(source / "model.safetensors")[name]
     assert torch.equal(seen["weights"][name], stored)
     assert torch.equal(seen["rewritten_weights"][name], stored.bfloat16().float())
+
+
+def test_trained_weights_are_rounded_as_transformers_casts_them(tmp_path: Path) -> None:
+    config = small_config("hunyuan_v1_moe")
+    config.save_pretrained(tmp_path)
+    model = build_model(config)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    adapted_output.round_to(model, tmp_path, "bfloat16")
+    for name, tensor in model.named_parameters():
+        kept = name.endswith("gate.wg.weight")
+        assert torch.equal(tensor, before[name] if kept else before[name].bfloat16().float()), name
