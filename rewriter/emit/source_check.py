@@ -19,8 +19,6 @@ from rewriter.ir import Source
 from rewriter.tracing.shrink import representatives, shrink
 
 _NOT_SIZES = ("architectures", "auto_map", "dtype", "model_type", "quantization_config", "transformers_version")
-
-
 _INTRODUCTION = (
     "# The layers above were made for these classes. Where they compute something else, so would the layers."
 )
@@ -29,7 +27,7 @@ _INTRODUCTION = (
 def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[str, Any], list[int]]:
     """Settings of a small config of the source's kind, and the layers that it has, `examples` among them.
 
-    Nothing, where there is no such config: the file then refuses classes that it does not know.
+    Nothing where there is no such config: the file then refuses classes that it does not know.
     """
     config_class = getattr(importlib.import_module(config_module(source)), source.config_class)
     try:
@@ -39,7 +37,8 @@ def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[
         found = {k: v for k, v in found.items() if k not in _NOT_SIZES and not k.startswith("_")}
         settings = {k: v for k, v in found.items() if k not in usual or usual[k] != v}
         config_class(**settings)
-        return (settings, kept) if ast.literal_eval(f"{{{_filled(settings)}}}") == settings else ({}, [])
+        ast.parse(f"{{{_filled(settings)}}}")  # no text was broken at a space
+        return settings, kept
     except Exception:  # whatever the config's class raises
         return {}, []
 
