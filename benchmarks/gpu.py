@@ -73,6 +73,7 @@ REST = {
 CHECKS = FIRST | REST  # what runs where nothing is chosen
 SECTIONS = CHECKS | {"healing": Section("gpu_healing:healing", 530)}
 LEAST_SECONDS = 15  # of a section that is begun: torch is imported, and a context made
+EXIT_SECONDS = 5  # to write the page, and to end
 DRY = 4  # times as long: the CPU may be busy with other things
 
 
@@ -125,7 +126,7 @@ def measure(given: argparse.Namespace, kept: Path) -> int:
     variables = {**os.environ, CUDNN_ATTENTION_LAST[0]: os.environ.get(*CUDNN_ATTENTION_LAST)}
     variables |= {"TRITON_INTERPRET": "1"} if given.cpu else {}
     for name in given.only:
-        left = given.within - STACK_SECONDS - age()
+        left = given.within - STACK_SECONDS - EXIT_SECONDS - age()
         rows, limit = Rows(kept, name), min(SECTIONS[name].seconds * (DRY if given.cpu else 1), left)
         if limit < LEAST_SECONDS:
             put(rows, "all of it", f"not begun: the {given.within:.0f} s are over")
