@@ -213,7 +213,9 @@ def _packed(checkpoint: Checkpoint, names: Parts) -> Iterator[tuple[str, Parts]]
             parts = tuple(f"{name.removesuffix('.qweight')}.{part}" for part in names)
             lacking = next((part for part in parts if part not in checkpoint.tensors), None)
             if lacking is not None:
-                raise RewriterError(f"{checkpoint.directory}: {name} needs {lacking}, which is missing. Download it again.")
+                raise RewriterError(
+                    f"{checkpoint.directory}: {name} needs {lacking}, which is missing. Download it again."
+                )
             yield name.removesuffix(".qweight"), parts
 
 
