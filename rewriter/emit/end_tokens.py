@@ -14,6 +14,23 @@ from rewriter.common.text_settings import not_a_token, top_setting, vocabulary_s
 GENERATION = "generation_config.json"
 
 
+# settings of transformers' generation that choose other tokens, with the value that does not
+_CHOOSING = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0, "num_beams": 1,
+    "suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {}, "stop_strings": [],
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
+    "guidance_scale": 1.0,
+}  # fmt: skip
+
+
+def not_applied(directory: Path) -> list[str]:
+    """What generation_config.json asks for that would choose other tokens, and is not done here, as "name = value"."""
+    file = directory / GENERATION
+    own = read_json(file, "Correct it, or download it again.") if os.path.lexists(file) else {}
+    asked = {name: own.get(name) for name, nothing in _CHOOSING.items() if own.get(name) not in (None, nothing)}
+    return [f"{name} = {shortened(repr(value))}" for name, value in asked.items()]
+
+
 def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[list[int], int]:
     """(numbers of the tokens that end a text, the one that fills): generation_config.json goes before config.json, in
     which the text model's own settings count where the top has none.
