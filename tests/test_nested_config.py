@@ -78,6 +78,7 @@ def test_a_text_ends_where_its_text_model_says(tmp_path: Path, monkeypatch: pyte
         ({"decoder": {"eos_token_id": 5}, "text_config": {"eos_token_id": 6}}, None),
         ({"text_config": {}}, None),
         ({"text_config": {"eos_token_id": 5}}, {"eos_token_id": [7, 8], "pad_token_id": 2}),
+        ({"eos_token_id": 5}, {"do_sample": False}),
     ],
 )
 def test_ends_are_those_of_transformers(tmp_path: Path, config: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -103,6 +104,7 @@ def test_settings_that_are_only_in_the_text_model() -> None:
 def test_padding_beyond_the_vocabulary_is_not_filled_with(tmp_path: Path) -> None:
     assert end_tokens(tmp_path, {"vocab_size": 10, "eos_token_id": 3, "pad_token_id": 10}) == ([3], 3)
     assert end_tokens(tmp_path, {"vocab_size": 10, "eos_token_id": 3, "pad_token_id": -1}) == ([3], 3)
+    assert end_tokens(tmp_path, {"vocab_size": 10, "eos_token_id": [-1, 4], "pad_token_id": -1}) == ([-1, 4], 4)
 
 
 def test_what_chooses_other_tokens_is_told(tmp_path: Path) -> None:
