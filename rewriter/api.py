@@ -416,7 +416,7 @@ def generate(
     """
     from rewriter.common.text_settings import check_positions, check_tokens, context_length, vocabulary_size
     from rewriter.convert.rewritten_source import complete_config
-    from rewriter.emit.end_tokens import end_tokens
+    from rewriter.emit.end_tokens import GENERATION, end_tokens, not_applied
     from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
     from rewriter.runtime.generate_worker import launch
     from rewriter.runtime.text_stream import TextStream
@@ -442,6 +442,8 @@ def generate(
             "has"
         )
     ends, filling = end_tokens(root, written)
+    if asked := not_applied(root):
+        _LOG.warning("%s asks for %s, which is not applied", GENERATION, ", ".join(asked))
     tokenizer = tokenizer_of(root, trust_remote_code)
     ids = [prompt_ids(root, tokenizer, prompt) for prompt in prompts]
     for prompt, own in zip(prompts, ids, strict=True):

@@ -70,6 +70,10 @@ def test_pickled_weights_are_refused_by_name_and_not_opened(model: Path, capsys:
 def test_no_weights_at_all(model: Path, capsys: Capture) -> None:
     (model / "model.safetensors").unlink()
     assert "no weights: neither model.safetensors nor model.safetensors.index.json" in convert(capsys)
+    for name, step in {"c.safetensors": "rename it", "model.fp16.safetensors": "fp16')", "a.gguf": "a.gguf')"}.items():
+        (model / name).touch()
+        assert step in convert(capsys)
+        (model / name).unlink()
 
 
 # Tensors, known from headers before anything is written
@@ -79,7 +83,16 @@ def test_a_missing_tensor(model: Path, capsys: Capture) -> None:
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, model / "model.safetensors")
-    assert "lacks model.layers.1.mlp.up_proj.weight" in convert(capsys)
+    message = convert(capsys)
+    assert "lacks model.layers.1.mlp.up_proj.weight" in message
+    assert "Download it again" in message
+
+
+def test_a_missing_head(model: Path, capsys: Capture) -> None:
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors | {"score.weight": torch.zeros(1, 64)}, model / "model.safetensors")
+    assert '"tie_word_embeddings": true' in convert(capsys)
 
 
 def test_a_surplus_tensor_that_transformers_ignores_is_none(model: Path) -> None:
@@ -94,6 +107,11 @@ def test_a_tensor_of_another_shape(model: Path, capsys: Capture) -> None:
     tensors["model.norm.weight"] = torch.zeros(63)
     save_file(tensors, model / "model.safetensors")
     assert "model.norm.weight: the checkpoint holds 63, its config says 64" in convert(capsys)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
+    save_file(tensors, model / "model.safetensors")
+    rows = len(tensors["lm_head.weight"])
+    assert f"vocab_size in config.json has to be {rows}" in convert(capsys)
 
 
 # Headers and indices that lie

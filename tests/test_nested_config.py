@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from rewriter import api
 from rewriter.common.text_settings import context_length, declared_dtype, stream_width, vocabulary_size
 from rewriter.convert.rewritten_source import complete_config
-from rewriter.emit.end_tokens import end_tokens
+from rewriter.emit.end_tokens import end_tokens, not_applied
 from rewriter.emit.manifest import read_manifest
 
 GEMMA = AutoConfig.for_model(
@@ -78,6 +78,7 @@ def test_a_text_ends_where_its_text_model_says(tmp_path: Path, monkeypatch: pyte
         ({"decoder": {"eos_token_id": 5}, "text_config": {"eos_token_id": 6}}, None),
         ({"text_config": {}}, None),
         ({"text_config": {"eos_token_id": 5}}, {"eos_token_id": [7, 8], "pad_token_id": 2}),
+        ({"eos_token_id": 5}, {"do_sample": False}),
     ],
 )
 def test_ends_are_those_of_transformers(tmp_path: Path, config: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -103,3 +104,11 @@ def test_settings_that_are_only_in_the_text_model() -> None:
 def test_padding_beyond_the_vocabulary_is_not_filled_with(tmp_path: Path) -> None:
     assert end_tokens(tmp_path, {"vocab_size": 10, "eos_token_id": 3, "pad_token_id": 10}) == ([3], 3)
     assert end_tokens(tmp_path, {"vocab_size": 10, "eos_token_id": 3, "pad_token_id": -1}) == ([3], 3)
+    assert end_tokens(tmp_path, {"vocab_size": 10, "eos_token_id": [-1, 4], "pad_token_id": -1}) == ([-1, 4], 4)
+
+
+def test_what_chooses_other_tokens_is_told(tmp_path: Path) -> None:
+    assert not_applied(tmp_path) == []
+    said = {"repetition_penalty": 1.3, "suppress_tokens": [5], "num_beams": 1, "min_length": None, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert not_applied(tmp_path) == ["repetition_penalty = 1.3", "suppress_tokens = [5]"]

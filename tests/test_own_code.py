@@ -12,6 +12,8 @@ from refusals import Capture, refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewriter as rw
+from rewriter import api
+from rewriter.adapt.teacher import load_model
 from rewriter.cli import main
 
 # As in the files of Phi-3: the modules are not there, or would run.
@@ -64,3 +66,11 @@ def test_a_type_that_transformers_has_not_needs_permission(
     change(model, **config)
     for words in (["inspect", "m"], ["m", "--recipe", "ladder", "--out", "out"], ["bisect", "m", "--recipe", "ladder"]):
         assert "brings its own Python code (auto_map)" in refused(capsys, *words)
+
+
+def test_an_attention_that_is_not_installed_here(model: Path) -> None:
+    """As files name it that were trained with FlashAttention: transformers alone cannot load them without it."""
+    change(model, _attn_implementation="flash_attention_2", attn_implementation="flash_attention_2")
+    api.convert(model, "ladder", out="out", verify="full")
+    rw.load("out")
+    load_model(model, torch.device("cpu"))

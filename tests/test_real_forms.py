@@ -109,10 +109,17 @@ def test_some_weights_are_not_quantized_and_biases_have_another_dtype(tmp_path: 
     check_ranks(source, meant, out, torch.bfloat16)
 
 
-def test_what_transformers_reads_otherwise_is_not_loaded_by_it(tmp_path: Path) -> None:
-    quantized_checkpoints.make("fp8-exponents", tmp_path / "source", "bfloat16")
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("fp8-exponents", r"blocks of FP8 do not divide .*weight, .* without a GPU. .*--dequantize"),
+        ("autofp8", r"does not know model\.layers\.0\..*\.weight_scale, and computes without it. .*--dequantize"),
+    ],
+)
+def test_what_transformers_reads_otherwise_is_not_loaded_by_it(tmp_path: Path, kind: str, why: str) -> None:
+    quantized_checkpoints.make(kind, tmp_path / "source", "bfloat16")
     rw.save(rw.rewrite(trace(tmp_path / "source"), "ladder"), tmp_path / "out", verify="none")
-    with pytest.raises(RewriterError, match=r"blocks of FP8 do not divide .*weight, .* without a GPU. .*--dequantize"):
+    with pytest.raises(RewriterError, match=why):
         rw.load(tmp_path / "out")
 
 

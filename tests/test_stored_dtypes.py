@@ -108,12 +108,14 @@ def test_parts_of_one_parameter_may_be_stored_in_several_dtypes(tmp_path: Path, 
         assert relative_error(found.float(), right.float()) <= 3e-2
 
 
-def test_a_router_that_its_class_makes_in_fp32_stays_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("all_in_16_bits", [False, True])
+def test_a_router_that_its_class_makes_in_fp32_stays_so(tmp_path: Path, all_in_16_bits: bool) -> None:
     """transformers casts what the router is given for it, which a trace with all weights in 16 bits does not show."""
     model = AutoModelForCausalLM.from_config(small_config("hunyuan_v1_moe"), dtype=FP32)
     zoo.randomize(model, 0)
     model.save_pretrained(tmp_path / "fp32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=BF16)
+    model = model.to(BF16) if all_in_16_bits else model
     model.save_pretrained(path := tmp_path / "source")
     rw.save(rw.rewrite(rw.trace(path), "tensor-parallel", tp=2), tmp_path / "out", verify="none")
     right = expected(path).float()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.adapt.options import Options
 from rewriter.adapt.students import base_of
@@ -25,8 +25,10 @@ def load_model(directory: Path, device: torch.device, trust_remote_code: bool = 
     """The Hugging Face model in a directory, in fp32 on `device`. Raises RewriterError where a weight is not finite."""
     if not PlainTensors(directory).loadable:
         return plain_model(directory, trust_remote_code)[0].to(device)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config._attn_implementation = None  # one that a config names may not be installed here
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        directory, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
+        directory, config=config, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
     )
     require_finite(model.named_parameters(), str(directory))
     return model.to(device)

@@ -86,6 +86,9 @@ def source_config(source: Source) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
     if config.get("model_type", source.model_type) != source.model_type:
         return dict(source.config)
+    for part in (config, *config.values()):
+        for key in ("_attn_implementation", "attn_implementation") if isinstance(part, dict) else ():
+            part.pop(key, None)  # of the machine that it was trained on: here it may not be installed
     if not config.get("quantization_config", True):  # transformers would look for a method in it
         del config["quantization_config"]
     if not source.remote_code:  # what it names of the model's own code was not run, and is not copied

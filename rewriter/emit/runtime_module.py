@@ -24,7 +24,7 @@ from rewriter.emit.outline import Outline, outline, with_values_in_flight
 from rewriter.emit.python_source import UniqueNames, assignment, attribute, broken
 from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter, previous
 from rewriter.emit.statements import StatementPrinter
-from rewriter.ir import Body, Opaque, Program, args_of
+from rewriter.ir import Body, Opaque, Program, args_of, walk_modules
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
 
 
@@ -35,17 +35,21 @@ def emit_runtime_module(program: Program) -> str:
     """
     for path, module in program.modules.items():
         if isinstance(module, Opaque):
-            raise RewriterError(
-                f"{path} is {module}. The sharded runtime module cannot hold it yet; the adapted checkpoint can: "
-                "convert without --tp, or for a recipe that is not bound to ranks"
-            )
+            raise _not_held(f"{path} is {module}")
     if (where := counts_tokens(program)) is not None:
-        raise RewriterError(
-            f"{where}, from 0, which is right without a key/value cache only. The sharded runtime module cannot hold "
-            "it yet; the adapted checkpoint can: convert without --tp, or for a recipe that is not bound to ranks"
-        )
+        raise _not_held(f"{where}, from 0, which is right without a key/value cache only")
+    inside = [module.graph for _, module in walk_modules(program.modules) if isinstance(module, Body)]
+    if any(node.target is ops.additive_mask for graph in (program.graph, *inside) for node in graph.nodes):
+        raise _not_held("the model computes with its mask outside of attention, such as for ALiBi")
     # a program that was not split still has its dropout
     return _Emitter(program.with_(graph=with_readers_first(without_dropout(program)))).source()
+
+
+def _not_held(what: str) -> RewriterError:
+    return RewriterError(
+        f"{what}. The sharded runtime module cannot hold it yet, and no output is written without one. `rewrite "
+        "inspect` and `rewrite predict` show what the recipe would do"
+    )
 
 
 class _Emitter:

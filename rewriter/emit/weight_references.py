@@ -61,14 +61,13 @@ def cast_dtypes(
     `written` are the dtypes of the adapted checkpoint's tensors, `config` its config.json. A model whose parameters are
     stored in several dtypes computes in one: transformers casts all to the config's, or where that says none to the
     first tensor's, but for those that it has in fp32. What quantized weights stand for counts as stored in that dtype.
-    Where all are stored alike none is cast.
+    Where all are stored alike they are computed with in that dtype.
     """
     stored = {
         n: spec.expression.dtypes(written) for n, spec in program.parameters.items() if spec.expression is not None
     }
-    if len(set().union(*stored.values()) & FLOATS) < 2:
-        return {}
-    usual = usual_dtype(checkpoint, config)
+    floats = set().union(*stored.values()) & FLOATS
+    usual = usual_dtype(checkpoint, config) if len(floats) > 1 else next(iter(floats), "F32")
     wanted = {n: "F32" if kept_in_fp32(program, usual, n) else usual for n in stored}
     return {name: wanted[name] for name, dtypes in stored.items() if dtypes <= FLOATS and dtypes != {wanted[name]}}
 

@@ -83,7 +83,7 @@ def checkpoint_expressions(
     where = f"the checkpoint in {checkpoint.directory}"
     refuse_adapters(where, unused)
     if missing:
-        step = other_names([n for n in missing if n not in ties] or missing, unused)
+        step = other_names([n for n in missing if n not in ties] or missing, unused) or _without(model, missing)
         raise RewriterError(_listing(f"{where} lacks", missing, len(trained)) + step)
     refuse_unexplained_scales(where, expressions, checkpoint.dtypes, unused)
     for name, expression in expressions.items():
@@ -91,7 +91,7 @@ def checkpoint_expressions(
         if found != wanted[name]:
             raise RewriterError(
                 f"{name}: the checkpoint holds {_sizes(found)}, its config says {_sizes(wanted[name])}. "
-                "Config and weights do not belong together."
+                "Config and weights do not belong together. " + _other_size(model, name, found, wanted[name])
             )
         if state[name].is_floating_point() and (others := expression.dtypes(checkpoint.dtypes) - FLOATS):
             raise RewriterError(
@@ -100,6 +100,29 @@ def checkpoint_expressions(
                 "else save it in bf16."
             )
     return expressions, ties, tuple(unused)
+
+
+def _parameters_of(model: PreTrainedModel, *modules: Any) -> set[str]:
+    """The names of what these modules of a model have of their own."""
+    places = [path for path, module in model.named_modules() if any(module is one for one in modules)]
+    return {f"{path}.{name}" for path in places for name in ("weight", "bias")}
+
+
+def _without(model: PreTrainedModel, missing: Iterable[str]) -> str:
+    """What to do about a checkpoint that lacks parameters."""
+    if not _parameters_of(model, model.get_output_embeddings()).issuperset(missing):
+        return " Download it again; or config.json is another model's."
+    return (
+        ' Where the embeddings are its head, config.json has to say so ("tie_word_embeddings": true). A model without '
+        "a head, or with another one (a classifier), is no causal language model."
+    )
+
+
+def _other_size(model: PreTrainedModel, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    tables = _parameters_of(model, model.get_input_embeddings(), model.get_output_embeddings())
+    if name in tables and found[1:] == wanted[1:]:
+        return f"Where its vocabulary was resized, vocab_size in config.json has to be {found[0]}, as its rows are."
+    return "Download both again."
 
 
 def _equal(checkpoint: Checkpoint, one: Expression, other: Expression) -> bool:

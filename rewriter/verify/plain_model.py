@@ -190,10 +190,11 @@ def _loaded(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
+    config._attn_implementation = "eager"  # some configs name another one, which goes before the option
     said = [name for name in _SAID if getattr(config, name, None)]
     plain = PlainTensors(directory)
     if not said and plain.loadable:
-        return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=remote_code, **options)
+        return AutoModelForCausalLM.from_pretrained(directory, config=config, trust_remote_code=remote_code, **options)
     for name in said:
         delattr(config, name)
     with torch.device("meta"):

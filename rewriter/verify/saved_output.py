@@ -121,13 +121,11 @@ def check_read_by_transformers(root: Path) -> None:
     import torch
 
     from rewriter.weights import Checkpoint
-    from rewriter.weights.quantized_tensors import uneven_blocks
+    from rewriter.weights.quantized_tensors import read_otherwise
 
-    if not torch.cuda.is_available() and (name := uneven_blocks(Checkpoint.open(root), config_of(root))) is not None:
-        raise RewriterError(
-            f"{root}: blocks of FP8 do not divide {name}, and transformers does not read it rightly without a GPU. "
-            "Start this program with torchrun, or rewrite the model with --dequantize"
-        )
+    why = read_otherwise(Checkpoint.open(root), config_of(root), torch.cuda.is_available())
+    if why is not None:
+        raise RewriterError(f"{root}: {why}. Start this program with torchrun, or rewrite the model with --dequantize")
 
 
 def config_of(root: Path) -> dict[str, Any]:

@@ -267,6 +267,13 @@ def _no_weights(root: Path) -> RewriterError:
             "are not opened. Where you trust them, convert them with transformers: "
             f"AutoModelForCausalLM.from_pretrained({str(root)!r}).save_pretrained('NEW')."
         )
-    others = sorted(path.name for path in root.glob("*.safetensors"))
-    found = f" It has {others[0]}, which is not named as the weights of a whole model." if others else ""
+    others = sorted(path.name for pattern in ("*.gguf", "*.safetensors") for path in root.glob(pattern))
+    found = f" Download {SINGLE}, or all that {INDEX} names."
+    if others:
+        variant = others[0].removeprefix("model.").removesuffix(".safetensors")
+        option = f"gguf_file={others[0]!r}" if others[0].endswith(".gguf") else f"variant={variant!r}"
+        step = f"AutoModelForCausalLM.from_pretrained({str(root)!r}, {option}).save_pretrained('NEW') of transformers"
+        if others[0].endswith(".safetensors") and not others[0].startswith("model."):
+            step = f"rename it to {SINGLE}, where it has all weights by transformers' names"
+        found = f" It has {others[0]}, which is not named as the weights of a whole model: {step}."
     return RewriterError(f"{root}: no weights: neither {SINGLE} nor {INDEX} is there.{found}")

@@ -77,17 +77,21 @@ def usual_dtype(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
     return OF_TORCH.get(named, first)
 
 
-def uneven_blocks(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
-    """The name of a weight in FP8 that its blocks do not divide; None where there is none.
+def read_otherwise(checkpoint: Checkpoint, config: Mapping[str, Any], gpu: bool) -> str | None:
+    """Why transformers, with or without a `gpu`, takes the checkpoint's weights for other numbers; None where not.
 
-    transformers up to 5.24, where it dequantizes such a weight, takes it to be in smaller blocks, or raises ValueError.
+    Up to 5.24 it does not know the names of AutoFP8's scales, and takes the weights to have none. A weight in FP8 that
+    its blocks do not divide it takes, where it dequantizes it, to be in smaller blocks, or raises ValueError.
     """
-    quantized = quantized_weights(checkpoint, config)
+    quantized, said = quantized_weights(checkpoint, config), top_setting(config, "quantization_config")
     for name, expression in {} if quantized is None else quantized.tensors.items():
         if isinstance(expression, Dequantized) and expression.scheme == "fp8":
-            shape = expression.shape(checkpoint.shapes)[-len(expression.numbers) :]
-            if any(size % per for size, per in zip(shape, expression.numbers, strict=True)):
-                return name
+            scale, shape = next(expression.parts[1].tensors()), expression.shape(checkpoint.shapes)
+            if said and said.get("quant_method") == "fp8" and scale == f"{name}_scale":
+                return f"transformers does not know {scale}, and computes without it"
+            sizes = shape[len(shape) - len(expression.numbers) :]
+            if not gpu and any(size % per for size, per in zip(sizes, expression.numbers, strict=True)):
+                return f"blocks of FP8 do not divide {name}, and transformers does not read it rightly without a GPU"
     return None
 
 
@@ -209,7 +213,9 @@ def _packed(checkpoint: Checkpoint, names: Parts) -> Iterator[tuple[str, Parts]]
             parts = tuple(f"{name.removesuffix('.qweight')}.{part}" for part in names)
             lacking = next((part for part in parts if part not in checkpoint.tensors), None)
             if lacking is not None:
-                raise RewriterError(f"{checkpoint.directory}: {name} needs {lacking}, which is missing.")
+                raise RewriterError(
+                    f"{checkpoint.directory}: {name} needs {lacking}, which is missing. Download it again."
+                )
             yield name.removesuffix(".qweight"), parts
 
 
