@@ -91,6 +91,7 @@ DEFAULTS = {
     "resume": False,
     "link": False,
     "materialize": False,
+    "drop_unused": False,
     "dequantize": False,
     "trust_remote_code": False,
     "set": {},
@@ -146,7 +147,7 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
     words = (
         "m --recipe r.yaml --out o --tp 8 --sp 4 --set ladder.layers=last:20 --set a.b=[1,2] --dtype bf16 --verify full"
     )
-    flags = "--dry-run --resume --link --materialize --dequantize --trust-remote-code --json"
+    flags = "--dry-run --resume --link --materialize --dequantize --drop-unused --trust-remote-code --json"
     assert main([*words.split(), *flags.split()]) == 0
     [(_, args, options)] = api.calls
     assert args == ("m", "r.yaml")
@@ -163,6 +164,7 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
         "link": True,
         "materialize": True,
         "dequantize": True,
+        "drop_unused": True,
         "trust_remote_code": True,
     }
 

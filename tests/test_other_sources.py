@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from rewriter import api
+from rewriter.common import packages
 from rewriter.common.errors import RewriterError
 from rewriter.runtime import load
-from rewriter.serving import command
 from rewriter.serving.command import serve_command
 from rewriter.tracing import trace
 from rewriter.verify.drift import calibration_tokens
@@ -165,7 +165,7 @@ def test_without_trust_nothing_runs_and_nothing_is_written(coded: tuple[Path, Pa
 def test_the_code_and_its_vocabulary_are_copied_and_used_with_trust(
     coded: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "NEEDED", ())
+    monkeypatch.setitem(packages.EXTRAS, "serve", ())
     model, ran = coded
     out = tmp_path / "out"
     api.convert(model, "ladder", out=out, trust_remote_code=True, verify="none")

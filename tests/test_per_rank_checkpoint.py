@@ -352,15 +352,7 @@ def test_the_files_are_formatted_and_clean(tmp_path: Path) -> None:
 # What a reader of the generated Llama file sees of a layer of desync-2x.
 DROP_KEEP = """
         input_layernorm = self.input_layernorm(hidden_states)
-        self_attn = self.self_attn(
-            hidden_states=input_layernorm,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )[0]
+        self_attn = self.self_attn(hidden_states=input_layernorm, **kwargs)[0]
         after_self_attn = hidden_states.unsqueeze(-2) + self_attn
         post_attention_layernorm = self.post_attention_layernorm(after_self_attn)
         mlp = self.mlp(post_attention_layernorm.flatten(-2))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from rewriter import api
 from rewriter.cli import main
+from rewriter.common import packages
 from rewriter.emit.manifest import MANIFEST
 from rewriter.serving import command
 
@@ -170,7 +171,7 @@ def test_without_vllm_transformers_serves_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     install("transformers")
-    monkeypatch.setattr(command, "NEEDED", ("json",))
+    monkeypatch.setitem(packages.EXTRAS, "serve", ("json",))
     assert asked(capsys, source)[0] == ["transformers", "serve", str(source)]
     arguments, said = asked(capsys, ladder, "--", "--port", "8001")
     assert arguments == [
@@ -179,7 +180,7 @@ def test_without_vllm_transformers_serves_it(
     assert "in one process: nothing is communicated, so nothing overlaps" in said
     assert "computes all 2 ranks that it is bound to on one device" in asked(capsys, bound)[1]
     assert "--tp 2: the server of transformers is one process. Install vLLM" in refused(capsys, ladder, "--tp", 2)
-    monkeypatch.setattr(command, "NEEDED", ("json", "no_such_package", "nor_this"))
+    monkeypatch.setitem(packages.EXTRAS, "serve", ("json", "no_such_package", "nor_this"))
     assert "not installed: no_such_package, nor_this. Install what its server needs" in refused(capsys, ladder)
 
 
@@ -278,7 +279,7 @@ def test_the_server_of_transformers_finds_the_class_of_an_output(ladder: Path, m
 def test_no_engine_and_no_torch_is_imported(ladder: Path) -> None:
     program = (
         "import sys; from rewriter.cli import main;"
-        "from rewriter.serving import command; command.NEEDED = ();"
+        "from rewriter.common import packages; packages.EXTRAS['serve'] = ();"
         f"main(['serve', {str(ladder)!r}, '--engine', 'transformers', '--dry-run']);"
         "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
     )

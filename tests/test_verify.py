@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rewriter.analysis.residual import residual_blocks, stream_values
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.shrink_sizes import WINDOW
 from rewriter.ir import Program
 from rewriter.passes.base import record
 from rewriter.passes.ladder import Ladder
@@ -22,7 +23,6 @@ from rewriter.passes.selection import resolve
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 from rewriter.tracing.shrink import representatives, shrink
-from rewriter.tracing.shrink_sizes import WINDOW
 from rewriter.verify import drift as drift_module
 from rewriter.verify import shrunken_check as shrunken_check_module
 from rewriter.verify.comparison import Verification, compare, relative_error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 
@@ -16,6 +17,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 def present(name: str) -> bool:
     """Whether a package can be imported; it is not."""
+    if name in sys.modules:
+        return sys.modules[name] is not None
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):

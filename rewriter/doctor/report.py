@@ -113,7 +113,7 @@ def _commands(findings: Sequence[Finding], torch: Any) -> list[Command]:
 
 _NAMES = (
     "MODEL --recipe", "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "diff",
-    "bisect", "reshard", "generate", "serve", "export",
+    "bisect", "reshard", "refresh", "generate", "serve", "export",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The process that compiles the parts of a decode step and puts them into the user's cache.
 
-    python -m rewriter.runtime.compile_worker KEY.spec.json [--background]
+    python -m rewriter.runtime.compile_worker KEY.spec.json [background]
 
 It makes the module without its weights, traces each part that differs from the others, and has AOTInductor compile
 what it has not compiled before. It communicates with nobody; a kill leaves a usable cache.
@@ -181,7 +181,7 @@ def _toolchain() -> bytes:
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    if "--background" in sys.argv[2:]:
+    if "background" in sys.argv[2:]:
         os.nice(_NICE)
     else:
         from rewriter.common.fork_server import end_with_parent

@@ -119,7 +119,7 @@ def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, backgrou
     """
     (folder / f"{key}.failed").unlink(missing_ok=True)
     write_json(folder / f"{key}.spec.json", {**spec, "folder": str(folder), "key": key})
-    words = ["--background"] if background else []
+    words = ["background"] if background else []
     command = [sys.executable, *WORKER, str(folder / f"{key}.spec.json"), *words]
     with (folder / f"{key}.log").open("ab") as log:
         return subprocess.Popen(

@@ -16,11 +16,11 @@ from typing import Any, Literal
 from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.packages import EXTRAS, present
+from rewriter.common.shrink_sizes import HEADS, KV_HEADS, rope_types
 from rewriter.common.text_settings import text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.emit.manifest import MANIFEST, Manifest, damage, healing, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
-from rewriter.tracing.shrink_sizes import HEADS, KV_HEADS, rope_types
 from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.weights import Checkpoint
 

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
-from rewriter.tracing.shrink_sizes import LAYERS, shrunken_sizes
+from rewriter.common.shrink_sizes import LAYERS, shrunken_sizes
 
 _LISTS_OF_LAYERS = (
     "mlp_only_layers", "moe_layers", "dense_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices",

@@ -16,6 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from rewriter.common.errors import VerificationError
 from rewriter.common.scratch import scratch_folder
+from rewriter.common.shrink_sizes import rope_types
 from rewriter.common.text_settings import context_length
 from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.ir import Program
@@ -24,7 +25,6 @@ from rewriter.passes.base import Pass, bound_ranks, single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.tracing import trace
 from rewriter.tracing.shrink import depth, representatives, shrink
-from rewriter.tracing.shrink_sizes import rope_types
 from rewriter.verify import subprocess_logits
 from rewriter.verify.comparison import DIFFERENT, EXACT, QUANTIZED, RANKS, Verification, relative_error
 from rewriter.verify.random_model import amplification, random_ids, random_model
