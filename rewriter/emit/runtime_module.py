@@ -21,11 +21,13 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import Outline, outline, with_values_in_flight
-from rewriter.emit.python_source import UniqueNames, assignment, attribute, broken
+from rewriter.emit.python_source import UniqueNames, assignment, attribute, broken, literal
 from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter, previous
 from rewriter.emit.statements import StatementPrinter
+from rewriter.emit.weight_references import kept_in_fp32
 from rewriter.ir import Body, Opaque, Program, args_of, walk_modules
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
+from rewriter.weights.checkpoint import TORCH_DTYPES
 
 
 def emit_runtime_module(program: Program) -> str:
@@ -106,6 +108,8 @@ class _Emitter:
             lines.append("    by_length = True  # rotary frequencies depend on the length of a call")
         if self.source_info.renewed_after is not None:
             lines.append(f"    renewed_after = {self.source_info.renewed_after}  # tokens: keys have other ones beyond")
+        if in_fp32 := self._in_fp32():
+            lines.append(f"    in_fp32 = {literal(in_fp32)}  # as transformers keeps them, by the model's dtype")
         lines += ["", "    def __init__(self, mesh=None):", "        super().__init__(mesh)"]
         made = [f"        {line}" for line in containers([*paths.values(), self.source_info.layers])]
         for path, module in outside.items():
@@ -121,6 +125,16 @@ class _Emitter:
         lines += ["", "    def compute(self, input_ids, position_ids, ctx, logits_to_keep=0, gather=True):"]
         lines += [f"        {line}" for line in self._compute(layers, paths)]
         return "\n".join(lines)
+
+    def _in_fp32(self) -> dict[str, tuple[str, ...]]:
+        """Parameters that are fp32 in a model of another dtype, by that dtype; * stands for the number of a layer."""
+        found = {}
+        for dtype in ("BF16", "F16"):
+            names = [name for name in self.program.parameters if kept_in_fp32(self.program, dtype, name)]
+            if names:
+                alike = {re.sub(r"\.\d+\.", ".*.", name): None for name in names}
+                found[TORCH_DTYPES[dtype]] = tuple(alike)
+        return found
 
     def _list(self, layers: list[RuntimeLayer]) -> list[str]:
         """The layers, runs of alike ones as comprehensions."""

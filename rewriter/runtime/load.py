@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -369,11 +370,12 @@ def fill(
     With `stream`, parameters are read at every access: see `rewriter.weights.streaming`.
 
     A parameter with several names (tied weights) may have any of them in `weights`, and stays one parameter. With
-    `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`. With `keep_quantized`
+    `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`, nor to less than fp32
+    the parameters that the model lists in `in_fp32`. With `keep_quantized`
     quantized weights stay so, and are not trained.
     Raises RewriterError for names that `weights` lack or the model does not know, and for shapes that differ.
     """
-    alias, kept = _first_names(model), _kept_dtypes(model)
+    alias, kept = _first_names(model), _kept_dtypes(model, dtype)
     expected = model.state_dict()
     chosen = {alias[name]: name for name in reversed(list(weights.parameters)) if name in expected}
     problems = [
@@ -423,13 +425,16 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def _kept_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The buffers that keep their own dtype, not the model's, by full name."""
-    return {
+def _kept_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The buffers that keep their own dtype, and the parameters that are fp32 in a model of `dtype`, by full name."""
+    kept = {
         f"{path}.{name}".lstrip("."): module.get_buffer(name).dtype
         for path, module in model.named_modules()
         for name in getattr(module, "keeps_dtype", ())
     }
+    patterns = getattr(model, "in_fp32", {}).get(str(dtype).removeprefix("torch."), ())
+    found = {name for name, _ in model.named_parameters() for pattern in patterns if fnmatchcase(name, pattern)}
+    return kept | dict.fromkeys(found, torch.float32)
 
 
 def _listed(what: str, names: Sequence[str]) -> Iterable[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 import torch
@@ -45,14 +46,16 @@ class RuntimeModel(nn.Module):
     none. `sequence` is the axis over which tokens are sharded, None where there is none. `by_length`: what a token
     computes depends on the length of its call, so that a prompt is one call; `renewed_after` so many tokens, keys and
     values of all of them are computed anew. The mesh may have a dimension "dp" of replicas that see different rows.
-    `vocabulary` is the number of tokens, `positions` that of the table of positions; None where it is not known, or
-    where there is no table.
+    `in_fp32` are the parameters that transformers keeps in fp32 in a model of a dtype, by its name, with * for the
+    number of a layer. `vocabulary` is the number of tokens, `positions` that of the table of positions; None where it
+    is not known, or where there is no table.
     """
 
     slots: Sequence[SlotSpec] = ()
     dropout_probability: float = 0.0
     sequence: SequenceAxis | None = None
     by_length: bool = False
+    in_fp32: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     renewed_after: int | None = None
     vocabulary: int | None = None
     positions: int | None = None
