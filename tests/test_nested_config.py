@@ -10,6 +10,7 @@ import pytest
 import torch
 import zoo
 from adapted import build_tokenizer
+from quantized_checkpoints import fp8_blocks, quantize
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rewriter import api
@@ -17,6 +18,7 @@ from rewriter.common.text_settings import context_length, declared_dtype, stream
 from rewriter.convert.rewritten_source import complete_config
 from rewriter.emit.end_tokens import end_tokens, not_applied
 from rewriter.emit.manifest import read_manifest
+from rewriter.verify.plain_model import plain_model
 
 GEMMA = AutoConfig.for_model(
     "gemma3",
@@ -112,3 +114,14 @@ def test_what_chooses_other_tokens_is_told(tmp_path: Path) -> None:
     said = {"repetition_penalty": 1.3, "suppress_tokens": [5], "num_beams": 1, "min_length": None, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     assert not_applied(tmp_path) == ["repetition_penalty = 1.3", "suppress_tokens = [5]"]
+
+
+def test_weights_that_the_text_model_says_are_quantized(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(GEMMA, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "m")
+    pack, said = fp8_blocks(8, 8)
+    quantize(tmp_path / "m", pack, said, "bfloat16")
+    change(tmp_path / "m/config.json", quantization_config=None, text_config__quantization_config=said)
+    plain_model(tmp_path / "m")
+    api.convert(tmp_path / "m", "tensor-parallel", out=tmp_path / "out", dequantize=True)
+    assert "quantization_config" not in (tmp_path / "out/config.json").read_text()

@@ -34,6 +34,13 @@ def top_setting(config: Mapping[str, Any], *names: str) -> Any:
     return None
 
 
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that does not say that weights are quantized, neither at the top nor for the text model."""
+    kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    inside = {key: without_quantization(kept[key]) for key in _NESTED if isinstance(kept.get(key), Mapping)}
+    return kept | inside
+
+
 def declared_dtype(config: Mapping[str, Any]) -> str | None:
     """The torch dtype that a config names, as "bfloat16"; None where it names none."""
     said = top_setting(config, "dtype", "torch_dtype")

@@ -10,6 +10,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Shapes, Tensor, substituted
+from rewriter.common.text_settings import without_quantization
 from rewriter.ir import Program
 from rewriter.weights import Checkpoint
 from rewriter.weights.quantized_tensors import QuantizedWeights, quantized_weights
@@ -61,8 +62,7 @@ class KeptTensors:
         """config.json for these tensors, from one for the checkpoint's."""
         if self.dequantized is None:
             return dict(config)
-        kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
-        return kept | {"dtype": DTYPES[self.dequantized.dtype]}
+        return without_quantization(config) | {"dtype": DTYPES[self.dequantized.dtype]}
 
 
 def kept_tensors(

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.shrink_sizes import LAYERS, shrunken_sizes
+from rewriter.common.text_settings import without_quantization
 
 _LISTS_OF_LAYERS = (
     "mlp_only_layers", "moe_layers", "dense_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices",
@@ -108,7 +109,7 @@ def shrink(
         data = _shrink_table(data, layers, depth(config), ranks, exchanged)
     else:
         data[inner] = _shrink_table(dict(table[inner]), layers, depth(config), ranks, exchanged)
-    data.pop("quantization_config", None)
+    data = without_quantization(data)
     if "auto_map" not in data:
         data["_name_or_path"] = ""
     data["dtype"] = "float32"

@@ -191,12 +191,14 @@ def _loaded(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
     config._attn_implementation = "eager"  # some configs name another one, which goes before the option
-    said = [name for name in _SAID if getattr(config, name, None)]
+    said = [
+        (p, name) for p in (config, config.get_text_config(decoder=True)) for name in _SAID if getattr(p, name, None)
+    ]
     plain = PlainTensors(directory)
     if not said and plain.loadable:
         return AutoModelForCausalLM.from_pretrained(directory, config=config, trust_remote_code=remote_code, **options)
-    for name in said:
-        delattr(config, name)
+    for part, name in said:
+        part.__dict__.pop(name, None)
     with torch.device("meta"):
         cls = type(AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=remote_code))
     state = {name: plain.read(name) for name in plain.names()}
