@@ -190,6 +190,10 @@ def test_what_cannot_be_compiled_is_eager_and_says_so(tmp_path, monkeypatch, cac
     cache.chmod(0o777)
     closed = f"{cache}: other users can write to it. Make it your own (chmod 700), or remove it"
     assert told(output, "background") == [closed]
+    cache.chmod(0o700)
+    cache.parent.chmod(0o777)  # in which another folder could be put in its place
+    assert told(output, "background") == [closed.replace(str(cache), str(cache.parent))]
+    cache.parent.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(output / "rewrite.json"))  # no folder can be made in a file
     assert "Set XDG_CACHE_HOME to a folder" in told(output, "background")[0]
     assert told(output, "never") == [], "who asked for nothing is told nothing"
@@ -249,6 +253,28 @@ def test_the_least_recently_used_steps_are_removed(cache, monkeypatch):
             assert step_cache.find(folder, "aa") == {"part": (folder / "aa.so", True)}  # used now
     assert sorted(path.name for path in folder.iterdir()) == ["aa.json", "aa.so", "cc.json", "cc.so"]
     assert json.loads((folder / "cc.json").read_text())["parts"] == {"part": ["cc.so", True]}
+
+
+def test_a_damaged_index_of_another_step_does_no_harm(cache):
+    step_cache.made(cache)
+    (cache / "aa.json").write_text("{")
+    for name in ("bb.so", "old.so"):
+        (cache / name).write_bytes(b"code")
+    step_cache.store(cache, "bb", {"part": ("bb.so", True)}, 1.0)
+    assert sorted(path.name for path in cache.iterdir()) == ["aa.json", "bb.json", "bb.so"]
+
+
+def test_the_compiler_that_was_found_is_the_one_that_compiles(tmp_path, monkeypatch, cache):
+    """TorchInductor itself looks for no other than g++."""
+    (tmp_path / "clang++").write_text("")
+    (tmp_path / "clang++").chmod(0o755)
+    (tmp_path / "worker.py").write_text("import os; print(os.environ['CXX'])")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(step_cache, "WORKER", [str(tmp_path / "worker.py")])
+    step_cache.made(cache)
+    assert step_cache.start_compiling(cache, "aa", {}, background=False).wait() == 0
+    assert (cache / "aa.log").read_text() == "clang++\n"
 
 
 def test_inductor_compiles_a_part(tmp_path):

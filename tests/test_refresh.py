@@ -22,6 +22,7 @@ from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import refresh as module
 from rewriter.emit.manifest import read_manifest
+from rewriter.emit.output_directory import sha256_of
 
 EARLIER = Path(__file__).parent / "earlier_outputs"
 OUTPUTS = ("llama-ladder-tp2", "qwen3-desync-tp2", "mixtral-ladder")
@@ -116,7 +117,10 @@ def test_other_weights_are_refused_and_nothing_changes(out: Path) -> None:
     """Without golden logits it could not be told; with them, code and weights that do not belong together are found."""
     tensors = load_file(out / "model.safetensors")
     tensors["model.layers.2.mlp.down_proj.weight"].neg_()
+    old = read_manifest(out).files["model.safetensors"]
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    manifest = (out / "rewrite.json").read_text()
+    (out / "rewrite.json").write_text(manifest.replace(old, sha256_of(out / "model.safetensors")))
     before = state(out)
     with pytest.raises(VerificationError, match=r"would compute something else than with 5\.23\.0"):
         api.refresh(out)
@@ -178,6 +182,31 @@ def test_a_card_that_somebody_wrote_is_kept(out: Path) -> None:
     assert (out / "modeling_rewriter_llama.py").read_bytes() != (
         EARLIER / out.name / "modeling_rewriter_llama.py"
     ).read_bytes()
+
+
+def test_files_of_others_are_kept_whatever_their_names(out: Path) -> None:
+    (out / "modeling_rewriter_mine.py").write_text("mine")
+    api.refresh(out, verify="none")
+    assert (out / "modeling_rewriter_mine.py").read_text() == "mine"
+
+
+def test_a_file_that_was_edited_is_named(out: Path) -> None:
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    before = state(out)
+    with pytest.raises(VerificationError, match=r"config\.json is not as it was written.*put the file back"):
+        api.refresh(out)
+    assert state(out) == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "runtime/tp2/weights.json"])
+def test_a_missing_file_is_named_where_it_was(name: str, out: Path) -> None:
+    (out / name).unlink()
+    before = state(out)
+    with pytest.raises(RewriterError, match=rf"^{out / name}: .*\. \w+") as found:
+        api.refresh(out, verify="none")
+    assert ".reshard" not in str(found.value)
+    assert state(out) == before
 
 
 def test_ranks_with_files_of_their_own_keep_them(tmp_path: Path) -> None:

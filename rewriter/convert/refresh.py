@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.files import read_json
 from rewriter.common.garbage import collector_paused
 from rewriter.convert.conversion import CARD
 from rewriter.convert.output_manifest import verified
@@ -61,7 +62,7 @@ def refresh(
         for name, text in texts.items():
             to_disk(scratch / "view" / name, text)
         found = Verification() if verify == "none" else check_shrunken_copy(program, progress)
-        _renew(manifest, {name: layout for name, (_, layout) in layouts.items()}, texts)
+        stale = _renew(manifest, {name: layout for name, (_, layout) in layouts.items()}, texts)
         view = _view(root, scratch / "view", manifest)
         figures: dict[str, Any] = {}
         if verify != "none":
@@ -70,7 +71,7 @@ def refresh(
             manifest.verification.checks = [*checks.values()]
         if manifest.adaptation is not None:
             figures["note"] = "it was fine-tuned: its weights are kept, its code is new"
-        replaced = _replace(root, view, texts, manifest)
+        replaced = _replace(root, view, texts, manifest, stale)
     made = ", ".join(f"{name} {version}" for name, version in before.items())
     return {"written": len(replaced), "code before was of": made, **found.figures(), **figures}
 
@@ -148,15 +149,18 @@ def _numbered(values: list[Any]) -> list[Any]:
 
 def _require_same_ranges(path: Path, text: str) -> None:
     """Raise RewriterError where the ranks would read other ranges of the checkpoint than they did."""
-    old, new = (json.loads(t)["parameters"].values() for t in (path.read_text(encoding="utf-8"), text))
+    held = read_json(path, f"Without it the ranges of ranks cannot be compared. {_ADVICE}.")
+    old, new = (table["parameters"].values() for table in (held, json.loads(text)))
     was, now = ({json.dumps(entry[:3]) for entry in entries} for entries in (old, new))
     if was != now:
         first = min(was ^ now, key=len)
         raise RewriterError(f"{path}: ranks would read other ranges of the checkpoint ({first:.120}). {_ADVICE}")
 
 
-def _renew(manifest: Manifest, layouts: Mapping[str, output_files.PlannedFiles], texts: Mapping[str, str]) -> None:
-    """Say in the manifest what the new files are."""
+def _renew(
+    manifest: Manifest, layouts: Mapping[str, output_files.PlannedFiles], texts: Mapping[str, str]
+) -> str | None:
+    """Say in the manifest what the new files are; returns the file of which there is no new one."""
     main = layouts[mesh_name(manifest.mesh)]
     stale = manifest.adapted.modeling
     manifest.refreshed.append(dict(manifest.versions))
@@ -168,8 +172,10 @@ def _renew(manifest: Manifest, layouts: Mapping[str, output_files.PlannedFiles],
         entry.weights = entry.weights and new.weights
     if manifest.per_rank is not None and main.per_rank is not None:
         manifest.per_rank.pattern, manifest.per_rank.modes = main.per_rank.pattern, main.per_rank.modes
-    if stale is not None and stale not in texts:
-        manifest.files.pop(stale, None)
+    if stale in texts:
+        return None
+    manifest.files.pop(stale or "", None)
+    return stale
 
 
 def _view(root: Path, view: Path, manifest: Manifest) -> Path:
@@ -204,7 +210,12 @@ def _compare(
         if manifest.runtime and not (manifest.per_rank and manifest.per_rank.untied):
             compare_ranks(program, manifest.mesh, view, found, progress=progress)
     except VerificationError as error:
-        now = manifest.versions
+        now, was = manifest.versions, read_manifest(root)
+        if (other := next((name for name in was.files if not _is_as_written(root, was, name)), None)) is not None:
+            raise VerificationError(
+                f"{root}: {other} is not as it was written, and with it the new code computes something else: {error}. "
+                "Nothing was changed: put the file back"
+            ) from error
         raise VerificationError(
             f"{root}: with transformers {now['transformers']} it would compute something else than with "
             f"{before.get('transformers')}, for which its code was written: {error}. Nothing was changed: use that one"
@@ -212,7 +223,12 @@ def _compare(
     return {}
 
 
-def _replace(root: Path, view: Path, texts: Mapping[str, str], manifest: Manifest) -> list[str]:
+def _is_as_written(root: Path, manifest: Manifest, name: str) -> bool:
+    """Code does not count: it is written anew."""
+    return name.endswith(".py") or ((root / name).is_file() and sha256_of(root / name) == manifest.files[name])
+
+
+def _replace(root: Path, view: Path, texts: Mapping[str, str], manifest: Manifest, stale: str | None) -> list[str]:
     """Put the new files in the place of the old ones, each at once, and the manifest last; returns their names."""
     if not (root / CARD).is_file() or manifest.files.get(CARD) == sha256_of(root / CARD):
         to_disk(view / CARD, model_card(manifest, root))
@@ -222,9 +238,8 @@ def _replace(root: Path, view: Path, texts: Mapping[str, str], manifest: Manifes
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(view / name, root / name)
-    for path in root.glob("*.py"):
-        if path.name.startswith("modeling_rewriter_") and path.name not in manifest.files:
-            path.unlink()
+    if stale is not None:
+        (root / stale).unlink(missing_ok=True)
     os.replace(view / MANIFEST, root / MANIFEST)
     sync_directory(root)
     return [*names, MANIFEST]

@@ -25,6 +25,7 @@ from rewriter.passes.base import bound_ranks
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
+from rewriter.weights import Checkpoint
 
 _OURS = ("auto_map", "rewriter_layers", "rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_pattern")
 _NOT_SOURCE = (MANIFEST, FORMER_GOLDEN)
@@ -97,6 +98,8 @@ def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
 
     Everything that stands beside weights (their index, tokenizer, generation config, licenses) is copied.
     """
+    if weights:
+        Checkpoint.open(opened.root)  # what is wrong with it is said of this folder, not of `out`
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(opened.root.iterdir()):
         ours = (*_NOT_SOURCE, "config.json", opened.manifest.adapted.modeling)

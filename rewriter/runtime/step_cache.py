@@ -47,10 +47,12 @@ def cache_folder() -> Path:
     except RuntimeError as error:
         raise RewriterError(f"no cache for compiled decode steps: {error} Set XDG_CACHE_HOME to a folder") from error
     folder = base / "rewriter" / "decode-steps"
-    with suppress(OSError):
-        found = folder.stat()
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise RewriterError(f"{folder}: other users can write to it. Make it your own (chmod 700), or remove it")
+    for place in (folder, folder.parent):  # who can write to the one above could put another in its place
+        with suppress(OSError):
+            found = place.stat()
+            others = stat.S_IWOTH | (stat.S_IWGRP if place == folder else 0)  # groups of one user are common
+            if found.st_uid not in (os.getuid(), 0) or found.st_mode & others:
+                raise RewriterError(f"{place}: other users can write to it. Make it your own (chmod 700), or remove it")
     return folder
 
 
@@ -106,7 +108,7 @@ def find(folder: Path, key: str) -> dict[str, tuple[Path, bool]] | None:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that TorchInductor takes."""
+    """The C++ compiler that compiles steps: by itself TorchInductor takes $CXX or g++ alone."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     return next((name for name in names if shutil.which(name)), None)
 
@@ -121,6 +123,9 @@ def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, backgrou
     write_json(folder / f"{key}.spec.json", {**spec, "folder": str(folder), "key": key})
     words = ["background"] if background else []
     command = [sys.executable, *WORKER, str(folder / f"{key}.spec.json"), *words]
+    own = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # more would be processes that wait
+    if (found := compiler()) is not None:
+        own["CXX"] = found
     with (folder / f"{key}.log").open("ab") as log:
         return subprocess.Popen(
             command,
@@ -128,7 +133,7 @@ def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, backgrou
             stdout=log,
             stderr=log,
             start_new_session=background,
-            env=environment(TORCHINDUCTOR_COMPILE_THREADS="1"),  # more would be processes that wait
+            env=environment(**own),
         )
 
 
@@ -169,7 +174,10 @@ def store(folder: Path, key: str, parts: Mapping[str, tuple[str, bool]], seconds
     indices.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for path in indices[KEPT:]:
         path.unlink()
-    used = {name for path in indices[:KEPT] for name in json.loads(path.read_text(encoding="utf-8"))["files"]}
+    used = set(names)
+    for path in indices[:KEPT]:
+        with suppress(ValueError, KeyError, TypeError):  # one that is damaged, which `find` removes
+            used |= {*json.loads(path.read_text(encoding="utf-8"))["files"]}
     for path in folder.glob("*.so"):
         if path.name not in used:
             path.unlink()
