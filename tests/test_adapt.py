@@ -33,6 +33,7 @@ from rewriter.adapt.token_rows import load_rows
 from rewriter.adapt.trainer import AdaptTrainer, on_device
 from rewriter.adapt.unshard import write_model
 from rewriter.convert.rewritten_source import Opened, write_source
+from rewriter.emit.card import model_card
 from rewriter.emit.manifest import read_manifest
 from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint
@@ -71,10 +72,16 @@ def test_the_loss_falls_and_the_result_is_what_was_measured(plain: Path) -> None
 def test_the_result_says_what_was_done(plain: Path) -> None:
     text, losses = (plain / "README.md").read_text(), read_manifest(plain).adaptation.losses
     first = text.split("\n# ")[1].split("\n\n")[1]
+    share = (losses["before"] - losses["after"]) / (losses["before"] - losses["original"])
+    by = f" by {share:.0%}" if losses["after"] > losses["original"] else ""
     assert first == (
-        f"> **Healed** by a fine-tuning on 2,304 tokens: its loss was {losses['before']:.4f} nats per target after the "
-        f"rewrite and is {losses['after']:.4f} now; the original's is {losses['original']:.4f}."
+        f"> **Healed{by}** by a fine-tuning on 2,304 tokens: its loss was {losses['before']:.4f} nats per target after "
+        f"the rewrite and is {losses['after']:.4f} now; the original's is {losses['original']:.4f}."
     )
+    manifest = read_manifest(plain)
+    for after, said in ((2.5, "Healed by 50%"), (2.0, "Healed"), (3.5, "Not healed")):
+        manifest.adaptation.losses.update(before=3.0, original=2.0, after=after)
+        assert f"\n> **{said}** by a fine-tuning on" in model_card(manifest)
     card = " ".join(text.split())
     assert "## Fine-tuning" in card
     for part in ("text-60-0.jsonl", "6 steps of 8 rows of 48 tokens", "0.01", "after training, as stored"):

@@ -74,11 +74,14 @@ def _state(manifest: Manifest) -> list[str]:
     ):
         return []
     before, after, original = (done.losses.get(name) for name in ("before", "after", "original"))
-    if before is None or after is None or after >= before:
+    if before is None or after is None:
         return []
     beside = "" if original is None else f"; the original's is {original:.4f}"
     text = f"its loss was {before:.4f} nats per target after the rewrite and is {after:.4f} now{beside}"
-    return [f"> **Healed** by a fine-tuning on {done.tokens:,} tokens: {text}.\n"]
+    word = "Not healed" if after >= before else "Healed"
+    if original is not None and original < after < before:
+        word = f"Healed by {(before - after) / (before - original):.0%}"
+    return [f"> **{word}** by a fine-tuning on {done.tokens:,} tokens: {text}.\n"]
 
 
 def _front_matter(manifest: Manifest, source: Path | None) -> str:
