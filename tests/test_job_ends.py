@@ -56,6 +56,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             subprocess.Popen(
                 [sys.executable, *words], env=environment(1, TMPDIR=str(tmp_path / "tmp")), cwd=ROOT, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                # a shell lets what it runs in the background ignore it
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         )  # fmt: skip
         return started[-1]
