@@ -16,7 +16,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 def present(name: str) -> bool:
-    """Whether a package can be imported; it is not."""
+    """True where a package can be imported; it is not."""
     if name in sys.modules:
         return sys.modules[name] is not None
     try:

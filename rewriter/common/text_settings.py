@@ -54,7 +54,7 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 def stream_width(config: Mapping[str, Any]) -> int | None:
-    """How wide the residual stream is, by a config; None where it does not say."""
+    """The width of the residual stream, by a config; None where it does not say."""
     return next(iter(_numbers(config, "hidden_size", "n_embd", "d_model")), None)
 
 

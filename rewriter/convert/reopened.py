@@ -83,7 +83,7 @@ def taken_over(entry: SourceEntry, root: Path, out: Path) -> SourceEntry:
 
 
 def _places(root: Path, entry: SourceEntry) -> Iterator[Path]:
-    """Where a source may be, the likeliest first."""
+    """The places where a source may be, the likeliest first."""
     roots = dict.fromkeys((root, root.resolve()))
     if entry.path is not None:
         yield from (place / os.path.expanduser(entry.path) for place in roots)

@@ -109,7 +109,7 @@ def _totals(rows: Sequence[Coverage]) -> list[str]:
 
 
 def _variants(rows: Sequence[Coverage]) -> list[str]:
-    """How many switches of configs were thrown, and how many of them stop a check."""
+    """The number of switches of configs that were thrown, and how many of them stop a check."""
     thrown = [reason for row in rows for reason in row.variants.values()]
     if not thrown:
         return []

@@ -133,7 +133,7 @@ def _held(body: Body) -> list[str]:
 
 
 def list_size(prefix: str, paths: Collection[str]) -> int:
-    """How long the list at `prefix` is whose items, by numbers, are on `paths`; 0 where it is no list."""
+    """The length of the list at `prefix` whose items, by numbers, are on `paths`; 0 where it is no list."""
     start = f"{prefix}." if prefix else ""
     parts = {path.removeprefix(start).partition(".")[0] for path in paths if path.startswith(start)}
     numbers = [int(part) for part in parts if part.isdecimal()]

@@ -31,7 +31,7 @@ class LayerArguments:
     takes_cache: bool = False
 
     def variable(self, name: str) -> str:
-        """What an argument is called in the layer's body."""
+        """The name of an argument in the layer's body."""
         return "cache" if self.takes_cache and name == self.cache else name
 
 

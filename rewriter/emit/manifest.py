@@ -227,7 +227,7 @@ class Manifest(_Part):
 
 
 def damage(manifest: Manifest) -> str | None:
-    """How far the function is from the original's, in words, where a recipe changed it and nothing has healed it since.
+    """The distance from the original, in words, where a recipe changed the function and nothing has healed it since.
 
     None where the single-device model computes the original's function, and after any fine-tuning.
     """

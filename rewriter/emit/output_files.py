@@ -68,7 +68,7 @@ class PlannedFiles:
         return None if quantized is None else torch_dtype(quantized.dtype, "its weights")
 
     def held(self, expression: Expression) -> torch.Tensor:
-        """What an expression over the source gives, fp32, with the precision in which the output holds it."""
+        """The value of an expression over the source, fp32, with the precision in which the output holds it."""
         assert self.kept is not None
         tensors = self.kept.tensors
 

@@ -49,7 +49,7 @@ def written_dtypes(program: Program, kept: KeptTensors, target: torch.dtype | No
 
 
 def kept_in_fp32(program: Program, dtype: str, name: str) -> bool:
-    """Whether transformers has the parameter `name` in fp32 in a model of `dtype`, as safetensors calls it."""
+    """True where transformers has the parameter `name` in fp32 in a model of `dtype`, as safetensors calls it."""
     return any(re.search(pattern, name) for pattern in program.source.fp32.get(TORCH_DTYPES[dtype], ()))
 
 

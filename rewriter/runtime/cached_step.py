@@ -107,7 +107,7 @@ class CachedStep:
         return _READY if self._found() else self._start(spec)
 
     def _told(self, look: Callable[[], int]) -> int:
-        """What `look` finds; an error of it keeps the step eager. One rank must not leave the others alone."""
+        """The state that `look` finds; an error keeps the step eager. One rank must not leave the others alone."""
         try:
             return look()
         except (RewriterError, OSError) as error:
@@ -145,7 +145,7 @@ class CachedStep:
         return self._look()
 
     def _look(self) -> int:
-        """Whether it has been compiled meanwhile."""
+        """The state after a look at what is compiled meanwhile."""
         ended = self._process is None or self._process.poll() is not None
         if self._compiled is not None or self._found():
             return _READY

@@ -91,7 +91,7 @@ def renewed_after(model: PreTrainedModel) -> int | None:
 
 
 def by_length(model: nn.Module) -> bool:
-    """Whether what a token computes depends on how long its call is."""
+    """True where what a token computes depends on how long its call is."""
     return any(map(_kinds, model.modules()))
 
 

@@ -109,7 +109,7 @@ def _parameters_of(model: PreTrainedModel, *modules: Any) -> set[str]:
 
 
 def _without(model: PreTrainedModel, missing: Iterable[str]) -> str:
-    """What to do about a checkpoint that lacks parameters."""
+    """The next step for a checkpoint that lacks parameters."""
     if not _parameters_of(model, model.get_output_embeddings()).issuperset(missing):
         return " Download it again; or config.json is another model's."
     return (

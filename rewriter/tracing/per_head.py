@@ -75,7 +75,7 @@ def _is_alike(one: Module, other: Module) -> bool:
 
 
 def _fits(body: Body) -> bool:
-    """Whether a body works along the last dimension, with parameters along it, and can do so for several at once."""
+    """True where a body works along the last dimension, with parameters along it, and can do so for several at once."""
     if body.buffers or body.modules or body.stored or body.outputs != 1 or body.kept != (0,):
         return False
     vectors = all(len(shape) == 1 for shape in body.parameters.values())

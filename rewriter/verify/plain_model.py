@@ -55,7 +55,7 @@ class PlainTensors:
         return iter(self._sources)
 
     def quantized(self, name: str) -> bool:
-        """Whether a tensor is computed from several that are stored."""
+        """True where a tensor is computed from several that are stored."""
         return "" not in self._sources[name]
 
     def read(self, name: str) -> torch.Tensor:

@@ -73,7 +73,7 @@ def placed(name: str, element: int, shape: tuple[int, ...]) -> str:
 
 
 def watched(checkpoint: Checkpoint, expressions: Iterable[Expression | None]) -> dict[str, str]:
-    """What has to be finite for these expressions to be: every tensor that they read."""
+    """The tensors that have to be finite for these expressions to be: every tensor that they read."""
     found: dict[str, str] = {}
     for expression in (one for one in expressions if one is not None):
         found |= {name: checkpoint.info(name).dtype for name in expression.tensors()}
