@@ -198,10 +198,10 @@ def randomized(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def decode_row(bench: Bench, model: nn.Module, recipe: str, how: str) -> Row:
-    """A captured step has to give the eager step's tokens, and an eager one those of the recipe that computes the same
-    (ALIKE). Compiled segments round otherwise."""
+    """A captured step has to give the eager step's tokens, or, where its recipe has none yet, those of the recipe that
+    computes the same (ALIKE). Compiled segments round otherwise."""
     scale, expected = bench.scale, None
-    like = recipe if how != "eager" else ALIKE.get(recipe, recipe)
+    like = recipe if recipe in bench.tokens else ALIKE.get(recipe, recipe)
     if "compiled" not in how:
         expected = bench.tokens.get(like)
     step = DecodeStep(model, bench.batch, bench.past + bench.steps + 2, dist.group.WORLD)
@@ -222,7 +222,7 @@ def decode_row(bench: Bench, model: nn.Module, recipe: str, how: str) -> Row:
     compared = str(differ) if expected else "–"
     if how == "eager":
         bench.tokens[recipe] = tokens
-    wrong = [f"{differ} tokens differ from {'the eager step' if how != 'eager' else like}'s"] if differ else []
+    wrong = [f"{differ} tokens differ from {'the eager step' if like == recipe else like}'s"] if differ else []
     if not step.how.startswith(wanted := named(scale, how)):
         wrong.append(f"{step.how}, expected {wanted}")
     if step.broken.any():

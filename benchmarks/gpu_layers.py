@@ -1,8 +1,8 @@
 """Sections decode-layers and prefill-layers of `gpu.py`: few layers of Llama 3 70B on one rank of eight, whose peers
 are emulated: how much of its sums each recipe hides, at two batches of generated tokens and in a prompt.
 
-Beside standard, which waits for each sum, ladder, and bound (no sums), `prefetch`: standard, exact, while each sum
-travels the next weights are read into the L2 cache.
+Beside standard, which waits for each sum, ladder, and bound (no sums): ladder in two branches, its MLP beside its
+attention; and `PREFETCH`: standard, exact, while each sum travels the next weights are read into the L2 cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_decode import COLUMNS, PASSES, PREFETCH, Bench, Size, applied, config, decode_row, delays, hidden, model_of
+from gpu_decode import (
+    COLUMNS,
+    LADDERS,
+    PASSES,
+    PREFETCH,
+    Bench,
+    Size,
+    applied,
+    config,
+    decode_row,
+    delays,
+    hidden,
+    model_of,
+)
 from gpu_emulated import RANKS, Constant, job
 from gpu_report import Row, Scale, Table, read_rate
 from torch import Tensor, nn
@@ -27,6 +40,7 @@ from rewriter.runtime.context import Context, positions
 from rewriter.tracing import trace
 
 RECIPES = ("standard", "ladder", "bound")
+TWO_BRANCHES = LADDERS[1]
 BATCHES = (1, 64)
 LAYERS = 8
 STEPS = 16
@@ -42,7 +56,7 @@ def size(scale: Scale) -> Size:
 
 def programs(scale: Scale) -> dict[str, Any]:
     traced = trace(config(size(scale))).with_(mesh={"tp": RANKS})
-    found = {recipe: applied(traced, PASSES[recipe]) for recipe in RECIPES}
+    found = {recipe: applied(traced, PASSES[recipe]) for recipe in (*RECIPES, TWO_BRANCHES)}
     return found | {PREFETCH: found["standard"]}
 
 
@@ -60,10 +74,10 @@ def decoding(scale: Scale) -> None:
         )
         models: dict[str, nn.Module] = {}
         for how in HOW:
-            for recipe in (*RECIPES, PREFETCH):
+            for recipe in RECIPES if how == "eager" else (*RECIPES, TWO_BRANCHES, PREFETCH):
                 step_rows(table, benches, models, recipe, how)
             for batch, bench in benches.items():
-                for recipe in ("ladder", PREFETCH) if how != "eager" else ():
+                for recipe in (*LADDERS, PREFETCH) if how != "eager" else ():
                     row = functools.partial(hidden, bench.seconds, recipe, how)
                     table.attempt(f"{recipe}, {how}, batch {batch}", lambda row=row: ((row(), *"–" * 5), ""))
 
@@ -171,7 +185,7 @@ def prefilling(scale: Scale) -> None:
             "70B, bf16, compiled segments; each sum moves 64 MiB",
             ("recipe, sums", "µs per layer", "of what sums cost", "result"),
         )
-        models = {recipe: model_of(bench, recipe) for recipe in ("bound", "standard", "ladder")}
+        models = {recipe: model_of(bench, recipe) for recipe in ("bound", "standard", *LADDERS)}
         for model in models.values():
             compile_segments(model, backend=scale.pick("inductor", "eager"))
         bound = scale.seconds(functools.partial(prompt, scale, models["bound"], tokens), 7) / size(scale).layers
@@ -184,7 +198,7 @@ def prefilling(scale: Scale) -> None:
         for how, lasts in lasting.items():
             engines.change(lasts)
             found: dict[tuple[str, str], float] = {("bound", ""): bound}
-            for recipe in ("standard", "ladder"):
+            for recipe in ("standard", *LADDERS):
                 row = functools.partial(prompt_row, scale, models[recipe], tokens, recipe, found)
                 table.attempt(f"{recipe}, {how}", row)
 

@@ -235,12 +235,14 @@ def row(scale: Scale, rate: float, moved: int, call: Callable[[], object], other
 
 
 def by_compiler(scale: Scale, call: Callable[..., object], x: Tensor, *rest: object) -> str:
-    """µs of `torch.compile` of a function of the specification, which here has all of x at a time."""
+    """µs of `torch.compile` of a function of the specification, which here has all of x at a time; or its error."""
     piece = specification._PIECE
     try:
         specification._PIECE = x.numel()
         fast = compiled(scale, call)
         return f"{scale.seconds(lambda: fast(x, *rest), 5) * 1e6:.0f}"
+    except torch._dynamo.exc.BackendCompilerFailed as error:  # what stands beside the kernel; the kernel has a row
+        return f"fails: {str(error).strip().splitlines()[-1] or type(error).__name__}"
     finally:
         specification._PIECE = piece
 
