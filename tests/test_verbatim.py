@@ -150,15 +150,26 @@ class Mixer(nn.Module):
         return x
 
 
+class Recurrent(nn.Module):
+    """As RecurrentGemma's block, which gets the cache that its attention is given, and has no name for it."""
+
+    def forward(self, x: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return x
+
+
 class Attention(nn.Module):
     def forward(self, x: torch.Tensor, past_key_values: object = None, cache: object = None) -> torch.Tensor:
         return x
 
 
 def test_every_child_gets_the_cache_under_its_own_name() -> None:
-    layer = nn.ModuleDict({"mixer": Mixer(), "inner": nn.ModuleDict({"attn": Attention()}), "norm": nn.LayerNorm(4)})
+    mixer, block = Recurrent(), Recurrent()
+    mixer.inner, block.attn = Mixer(), Attention()
+    layer = nn.ModuleDict({"mixer": Mixer(), "outer": mixer, "block": block, "recurrent": Recurrent()})
     cache_names.name_caches(layer)
-    assert layer.cache_names == {"mixer": "cache_params", "inner.attn": "cache"}
+    expected = {"mixer": "cache_params", "outer": "cache_params", "outer.inner": "cache_params"}
+    expected |= {"block": "cache", "block.attn": "cache", "recurrent": cache_names.CACHE_NAMES[0]}
+    assert {path: name for path, name in layer.cache_names.items() if path} == expected
     for name in cache_names.CACHE_NAMES:
         kwargs = {"position_ids": 1, name: "the cache"}
         assert cache_names.take_cache(kwargs) == "the cache"

@@ -11,6 +11,9 @@ def take_cache(kwargs):
 
 
 def name_caches(layer):
-    """Note on a layer, by path, what each of its modules calls the cache."""
-    signatures = {path: inspect.signature(type(module).forward).parameters for path, module in layer.named_modules()}
-    layer.cache_names = {path: n for path, names in signatures.items() for n in reversed(CACHE_NAMES) if n in names}
+    """Note on a layer, by path, what each of its modules calls the cache, or the first one inside it that has a name."""
+    layer.cache_names = {}
+    for path, module in layer.named_modules():
+        signatures = (inspect.signature(type(inside).forward).parameters for inside in module.modules())
+        found = (name for names in signatures for name in CACHE_NAMES if name in names)
+        layer.cache_names[path] = next(found, CACHE_NAMES[0])  # one that takes no cache may take any argument
