@@ -11,7 +11,7 @@ def take_cache(kwargs):
 
 
 def name_caches(layer):
-    """Note on a layer, by path, what each of its modules calls the cache, or the first one inside it that has a name."""
+    """Note on a layer, by path, what each of its modules calls the cache, or the first one inside it with a name."""
     layer.cache_names = {}
     for path, module in layer.named_modules():
         signatures = (inspect.signature(type(inside).forward).parameters for inside in module.modules())
