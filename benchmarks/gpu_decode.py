@@ -201,7 +201,7 @@ def decode_row(bench: Bench, model: nn.Module, recipe: str, how: str) -> Row:
     """A captured step has to give the eager step's tokens, or, where its recipe has none yet, those of the recipe that
     computes the same (ALIKE). Compiled segments round otherwise."""
     scale, expected = bench.scale, None
-    like = recipe if recipe in bench.tokens else ALIKE.get(recipe, recipe)
+    like = recipe if how != "eager" and recipe in bench.tokens else ALIKE.get(recipe, recipe)
     if "compiled" not in how:
         expected = bench.tokens.get(like)
     step = DecodeStep(model, bench.batch, bench.past + bench.steps + 2, dist.group.WORLD)

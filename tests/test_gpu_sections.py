@@ -31,7 +31,7 @@ import gpu
 from gpu_sections import Section
 
 gpu.DRY = 1
-gpu.SECTIONS = {
+gpu.CHECKS = gpu.SECTIONS = {
     "hangs": Section("seeded:hangs", 30),
     "crashes": Section("seeded:crashes", 90),
     "raises": Section("seeded:raises", 90),
