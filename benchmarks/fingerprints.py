@@ -28,8 +28,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from rewriter.coverage.configs import registered_types, small_config
-from rewriter.emit.source_fingerprints import TABLE, table
-from rewriter.emit.verbatim.fingerprint import fingerprint
+from rewriter.emit.source_fingerprints import TABLE, fingerprint, table
 from rewriter.tracing.meta_model import find_layers
 
 PACKAGE = "transformers.models."

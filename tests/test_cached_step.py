@@ -277,6 +277,7 @@ def test_the_compiler_that_was_found_is_the_one_that_compiles(tmp_path, monkeypa
     assert (cache / "aa.log").read_text() == "clang++\n"
 
 
+@pytest.mark.slow
 def test_inductor_compiles_a_part(tmp_path):
     """The one real library: a segment with attention, looking at some and at all of a cache."""
     torch.manual_seed(0)

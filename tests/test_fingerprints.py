@@ -8,8 +8,7 @@ import pytest
 import transformers
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.source_fingerprints import in_words, installed_fingerprint, table, versions_with
-from rewriter.emit.verbatim.fingerprint import fingerprint
+from rewriter.emit.source_fingerprints import fingerprint, installed_fingerprint, table, versions_with
 
 MODULE = '''
 from torch import nn
@@ -272,12 +271,6 @@ def test_versions_that_made_another_layer_are_not_named() -> None:
     assert between == {"5.22.0", "5.22.1", "5.22.2"}
     assert isinstance(table()["forward"]["falcon.modeling_falcon"]["FalconDecoderLayer"], str)
     assert isinstance(table()["whole"]["falcon.modeling_falcon"]["FalconDecoderLayer"], dict)
-
-
-def test_versions_in_words() -> None:
-    known = table()["versions"]
-    assert in_words(known) == f"{known[0]} to {known[-1]}"
-    assert in_words([known[0], known[2], known[3]]) == f"{known[0]}, {known[2]} to {known[3]}"
 
 
 def test_a_class_without_source_is_refused() -> None:

@@ -26,22 +26,13 @@ def test_emitted_checkpoints_run_in_other_versions_of_transformers() -> None:
     )
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr[-4000:]}"
     assert ran.stdout.count(" ok ") == 6 * CHECKPOINTS, ran.stdout  # to three versions, and back
-    for layer in ("MixtralDecoderLayer", "GptOssDecoderLayer"):
-        assert ran.stdout.count(f"refused: {layer}") == 2, ran.stdout
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "refusal", "good"),
-    [
-        ("llama-ladder", 1e-6, None, True),
-        ("llama-ladder", 1e-3, None, False),
-        ("llama-ladder", 0.0, "LlamaDecoderLayer of transformers 5.17.0 is not the one", False),
-        ("mixtral-desync", 0.0, None, False),
-        ("mixtral-desync", 0.0, "MixtralDecoderLayer of transformers 5.17.0 is not the one of 5.23.0", True),
-        ("mixtral-desync", 0.0, "MixtralDecoderLayer of transformers 5.19.0 is not the one of 5.23.0", False),
-    ],
+    ("error", "refusal", "good"), [(1e-6, None, True), (1e-3, None, False), (0.0, "transformers 5.17.0 is not", False)]
 )
-def test_a_difference_is_found(tmp_path: Path, name: str, error: float, refusal: str | None, good: bool) -> None:
+def test_a_difference_is_found(tmp_path: Path, error: float, refusal: str | None, good: bool) -> None:
+    name = "llama-ladder"
     for folder, added in (("expected", 0.0), ("results", error)):
         (tmp_path / folder).mkdir()
         refused = {name: refusal} if refusal and folder == "results" else {}

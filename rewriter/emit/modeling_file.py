@@ -80,7 +80,7 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
         check = [*(_layer_class(program, kind, False) for kind in {k.class_name: k for k in read}.values()), *check]
     parts = [
         _header(program, kinds, names, bound),
-        "\n\n".join([_imports(source, modules, check), *constants]),
+        "\n\n".join([_imports(source, modules, check, caches), *constants]),
         *(_per_rank_code(modules) if bound else ()),
         *(source_of(part) for part in (cache_names.take_cache, cache_names.name_caches) if caches),
         *(_layer_class(program, kind, bound) for kind in kinds),
@@ -119,8 +119,9 @@ def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, b
     return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 
-def _imports(source: Source, modules: Sequence[PerRankModule], check: Sequence[str]) -> str:
-    """The import statements: of the model's classes, and of what `modules` and the `check` of the source need."""
+def _imports(source: Source, modules: Sequence[PerRankModule], check: Sequence[str], caches: bool) -> str:
+    """The import statements: of the model's classes, and of what `modules`, the `check` of the source and layers that
+    note how children call the cache need."""
     layers = [cls.name for cls in source.layer_classes]
     norms = [m.kind for m in modules if m.role == "Norm" and m.kind != "LayerNorm"]
     places: dict[str, set[str]] = {}
@@ -138,13 +139,10 @@ def _imports(source: Source, modules: Sequence[PerRankModule], check: Sequence[s
     others = ["from transformers.pytorch_utils import Conv1D"] * any(m.kind == "Conv1D" for m in modules)
     used = "\n".join(check)
     copies = any(m.role in ("Norm", "Experts") for m in modules) or "copy." in used
-    standard = {"ast": True, "copy": copies, "functools": "functools." in used, "hashlib": True}
-    standard |= {"inspect": True, "re": True, "sys": True, "warnings": "warnings." in used}
-    versions = ["from packaging.version import Version"] * ("Version(" in used)
-    third_party = [*versions, "from transformers import __version__ as transformers_version", mapping, *origin, *others]
-    return "\n".join(
-        [*(f"import {name}" for name, wanted in standard.items() if wanted), "", "import torch", *third_party]
-    )
+    standard = {"copy": copies, "functools": "functools." in used, "inspect": caches, "warnings": "warnings." in used}
+    lines = [f"import {name}" for name, wanted in standard.items() if wanted]
+    lines += [""] * bool(lines) + ["import torch", "from transformers import __version__ as transformers_version"]
+    return "\n".join([*lines, mapping, *origin, *others])
 
 
 # --- layers

@@ -13,15 +13,13 @@ from packaging.version import Version
 
 from rewriter.emit.python_source import LINE_LENGTH, bracketed, literal, quoted
 from rewriter.emit.source_classes import config_module
-from rewriter.emit.source_fingerprints import in_words, installed_fingerprint, table, versions_with
-from rewriter.emit.verbatim import fingerprint, source_check, source_of
+from rewriter.emit.source_fingerprints import installed_fingerprint, versions_with
+from rewriter.emit.verbatim import source_check, source_of
 from rewriter.ir import Source
 from rewriter.tracing.shrink import representatives, shrink
 
 _NOT_SIZES = ("architectures", "auto_map", "dtype", "model_type", "quantization_config", "transformers_version")
-_INTRODUCTION = (
-    "# The layers above were made for these classes. Where they compute something else, so would the layers."
-)
+_INTRODUCTION = "# The layers above were made for this class, and versions of transformers that are known to have it."
 
 
 def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[str, Any], list[int]]:
@@ -63,33 +61,39 @@ def checking_code(
     """
     forward_only = bound is None
     places = {cls.name: cls.module for cls in source.layer_classes}
-    known = {name: installed_fingerprint(module, name, forward_only) for name, module in places.items()}
-    named = [versions_with(module, name, forward_only, known[name]) for name, module in places.items()]
-    versions = in_words(set.intersection(*named) | {transformers.__version__})
-    newest = max([*table()["versions"], transformers.__version__], key=Version)
+    known = [
+        versions_with(module, name, forward_only, installed_fingerprint(module, name, forward_only))
+        for name, module in places.items()
+    ]
+    versions = sorted(set.intersection(*known) | {transformers.__version__}, key=Version)
     small, kept = _small(source, {read.index(name) for name in read}, ranks)
-    rows = [f"    {name}: {quoted(digest)}," for name, digest in known.items()]
-    constants = ["FINGERPRINTS = {", *rows, "}", f"MADE_WITH = {quoted(transformers.__version__)}"]
-    constants.append(f"VERSIONS = {quoted(versions)}  # that are known to have these classes")
+    constants = [f"MADE_FOR = {quoted(' and '.join(places))}", _filled_text("VERSIONS", ", ".join(versions))]
     if small:
-        constants.append(f"NEWEST = {quoted(newest)}  # that was known")
         constants.append("# A model of these settings has few and small layers of every kind.")
         constants += ["SMALL = {", _filled(small), "}  # fmt: skip"]
         constants.append(bracketed("READ = [", [read[layer] for layer in kept], "]", 0))
     if small and bound is not None:
         tried = [f"({kept.index(read.index(read[example]))}, {name})" for name, example in bound.items()]
         constants.append(bracketed("BOUND = [", tried, "]", 0))
-    code = ["\n".join([_INTRODUCTION, *constants])]
-    whole = {"FORWARD_ONLY": str(forward_only)}
-    code.append(source_of(source_check.check_source, whole, ["NEWEST"] * (not small)))
-    if small:
-        names = {"SourceConfig": source.config_class, "SourceModel": source.architecture}
-        absent = ["name_caches"] * (not caches) + ["ranks_differ"] * forward_only
-        tries = [source_of(source_check.difference, names, absent), source_of(source_check.logits_of)]
-        if not forward_only:
-            of_ranks = (source_check.ranks_differ, source_check.ranks_outputs, source_check.note_call)
-            tries += [source_of(part) for part in of_ranks]
-        code += [text.replace("model.layers", f"model.{source.layers}") for text in tries]
-    parts = [fingerprint.fingerprint, fingerprint.printed, *[fingerprint.leave_out_children] * forward_only]
-    code += [source_of(part, absent=["forward_only"] * (not forward_only)) for part in parts]
-    return [*code, "check_source()"]
+    code = ["\n".join([_INTRODUCTION, *constants]), source_of(source_check.check_source)]
+    if not small:
+        return [
+            *code,
+            source_of(source_check.unknown_difference, {"unknown_difference": "difference"}),
+            "check_source()",
+        ]
+    names = {"SourceConfig": source.config_class, "SourceModel": source.architecture}
+    absent = ["name_caches"] * (not caches) + ["ranks_differ"] * forward_only
+    tries = [source_of(source_check.difference, names, absent), source_of(source_check.logits_of)]
+    if not forward_only:
+        of_ranks = (source_check.ranks_differ, source_check.ranks_outputs, source_check.note_call)
+        tries += [source_of(part) for part in of_ranks]
+    return [*code, *(text.replace("model.layers", f"model.{source.layers}") for text in tries), "check_source()"]
+
+
+def _filled_text(name: str, text: str) -> str:
+    """An assignment of `text`, in as many lines as it needs."""
+    lines = textwrap.wrap(text, LINE_LENGTH - 8, drop_whitespace=False)
+    if len(f"{name} = {quoted(text)}") <= LINE_LENGTH:
+        return f"{name} = {quoted(text)}"
+    return "\n".join([f"{name} = (", *(f"    {quoted(line)}" for line in lines), ")"])
