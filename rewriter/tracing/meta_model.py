@@ -91,7 +91,8 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
             _refuse_adapter_of_the_hub(str(source))
         what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
         said = f"{type(error).__name__}: " if isinstance(error, ArithmeticError | LookupError) else ""
-        raise RewriterError(f"{what}. {said}{' '.join(str(error).split()):.300}") from error
+        step = "" if not looks_local else ". Correct config.json: transformers' AutoConfig.from_pretrained has to read it"
+        raise RewriterError(f"{what}. {said}{' '.join(str(error).split()):.300}{step}") from error
 
 
 def _refuse_adapter_of_the_hub(source: str) -> None:
