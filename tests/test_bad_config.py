@@ -70,6 +70,8 @@ def test_a_padding_token_outside_of_the_vocabulary(model: Path, capsys: Capture)
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0, 0.0]}},
             "rope_scaling.long_factor is 0.0, exp",
         ),
+        ({"dtype": "auto"}, "dtype is 'auto', expected a name such as 'bfloat16'"),
+        ({"torch_dtype": "torch.float16"}, "torch_dtype is 'torch.float16', expected a name such as"),
         ({"layer_scales": [1.0, math.nan]}, "layer_scales is nan, expected a number"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan, expected a number"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0, expected a small number, 0 or more"),

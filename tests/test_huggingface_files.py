@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.common.errors import RewriterError
+from rewriter.coverage.configs import small_config
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.layers import PrintedLayer
 from rewriter.emit.source_classes import returned_values
@@ -31,6 +34,8 @@ from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.tracing import trace
+from rewriter.verify.random_model import build_model
 
 # What a reader of the generated Llama file sees of a ladder layer.
 LADDER_FORWARD = '''
@@ -240,6 +245,12 @@ def without_cache(self: Any, hidden_states: torch.Tensor, **rest: Any) -> torch.
     return other_names(self, hidden_states, **rest)
 
 
+def padding_counts(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **rest: Any) -> torch.Tensor:
+    """Qwen2's decoder layer, which does something else where a prompt is padded."""
+    factor = 1.0 if attention_mask is None else 1.5
+    return other_names(self, factor * hidden_states, attention_mask=attention_mask, **rest)
+
+
 @pytest.mark.parametrize("version", [UNKNOWN, "5.16.0", f"{transformers.__version__}.dev0"])
 def test_an_unknown_source_that_computes_the_same_is_used_with_a_warning(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +274,7 @@ def test_an_unknown_source_that_computes_the_same_is_used_with_a_warning(
     [
         (without_a_residual, "On random weights it computes other logits"),
         (without_cache, "On random weights it computes other logits"),
+        (padding_counts, "On random weights it computes other logits"),
         (lambda self, hidden_states: hidden_states, "cannot be tried .TypeError"),
     ],
 )
@@ -276,6 +288,47 @@ def test_an_unknown_source_that_computes_something_else_is_refused(
         ImportError, match=rf"transformers {UNKNOWN} .* Qwen2DecoderLayer .*{message}.*rewrite refresh DIR"
     ):
         emitted.load(path)
+
+
+# Small models of other types: a dense layer before those with experts, children that add the residual, a layer that
+# adds to its child's output in place, projections that are the layer's own.
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "bloom": {},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "opt": {},
+}
+
+
+def bound(family: str, directory: Path) -> Any:
+    if family in OTHERS:
+        build_model(small_config(family, OTHERS[family])).save_pretrained(directory)
+    program = trace(directory) if family in OTHERS else emitted.program(family)
+    return Desync(n=2).apply(MergeReductions().apply(TensorParallel().apply(program.with_(mesh={"tp": 2}))))
+
+
+def tried(files: Any) -> tuple[str | None, list[str]]:
+    """What the file's own trial finds in the installed version, and its warnings."""
+    module = types.ModuleType("generated")
+    text = files.modeling.rstrip()
+    assert text.endswith("\ncheck_source()")
+    exec(compile(text.removesuffix("check_source()"), "generated", "exec"), vars(module))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = module.difference()
+    return found, [str(w.message) for w in said if "rank by rank" in str(w.message)]
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_installed_version_passes_the_trial_of_others(family: str) -> None:
+    assert tried(emit_huggingface(emitted.ladder(family, "upper-half"))) == (None, [])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", *OTHERS])
+def test_the_installed_version_passes_the_trial_of_bound_models(family: str, tmp_path: Path) -> None:
+    found, said = tried(emit_huggingface(bound(family, tmp_path)))
+    assert found is None
+    assert bool(said) == (family == "bloom")  # whose children add the residual themselves
 
 
 def as_before(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -113,6 +113,28 @@ def test_a_second_time_it_changes_nothing_but_says_so(out: Path) -> None:
     assert len(read_manifest(out).refreshed) == 2
 
 
+def test_edits_of_code_are_kept_beside_it_and_those_of_the_config_in_it(out: Path) -> None:
+    api.refresh(out, verify="none")
+    code, config = out / read_manifest(out).adapted.modeling, out / "config.json"
+    code.write_text(edited := f"{code.read_text()}\n# mine\n")
+    config.write_text(config.read_text().replace('"initializer_range": 0.02', '"initializer_range": 0.03'))
+    figures = api.refresh(out, verify="none")
+    expected = {"config.json", f"{code.name} (kept as {code.name}.edited)"}
+    assert set(figures["not as rewrite.json had them"].split(", ")) == expected
+    assert (out / f"{code.name}.edited").read_text() == edited
+    assert "# mine" not in code.read_text()
+    assert json.loads(config.read_text())["initializer_range"] == 0.03
+    require_golden(out)
+    assert "not as rewrite.json had them" not in api.refresh(out, verify="none")
+
+
+def test_what_transformers_saved_elsewhere_has_a_next_step(out: Path, tmp_path: Path) -> None:
+    api.refresh(out, verify="none")
+    emitted.load(out).save_pretrained(tmp_path / "tuned")
+    with pytest.raises(RewriterError, match=r"copy its weights and config\.json over those in a copy of that"):
+        api.refresh(tmp_path / "tuned")
+
+
 def test_other_weights_are_refused_and_nothing_changes(out: Path) -> None:
     """Without golden logits it could not be told; with them, code and weights that do not belong together are found."""
     tensors = load_file(out / "model.safetensors")

@@ -144,6 +144,23 @@ def test_packed_dtypes_can_be_listed_but_not_read(tmp_path: Path) -> None:
         checkpoint.read("x")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_link_to_nowhere_is_named(tmp_path: Path, name: str) -> None:
+    """As in a copy of a folder of downloads, whose files are links to others."""
+    (tmp_path / name).symlink_to("../../blobs/0123")
+    with pytest.raises(
+        RewriterError, match=rf"{name}: a link to \.\./\.\./blobs/0123, which does not exist\. Copy the"
+    ):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_git_lfs_pointer_is_named(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 269060552\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(RewriterError, match=r"model.safetensors: a Git LFS pointer, .* Run `git lfs pull` there"):
+        Checkpoint.open(tmp_path)
+
+
 def test_fingerprint_changes_with_the_file(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     first = Checkpoint.open(tmp_path).fingerprint()
     assert Checkpoint.open(tmp_path).fingerprint() == first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def refresh(
             figures = _compare(root, view, program, manifest, before, found, progress)
             checks = {check.name: check for check in (*manifest.verification.checks, *verified(found, verify).checks)}
             manifest.verification.checks = [*checks.values()]
+        if edited := _edited(root, read_manifest(root), texts, stale):
+            figures["not as rewrite.json had them"] = ", ".join(edited)
         if manifest.adaptation is not None:
             figures["note"] = "it was fine-tuned: its weights are kept, its code is new"
         replaced = _replace(root, view, texts, manifest, stale)
@@ -226,6 +229,24 @@ def _compare(
 def _is_as_written(root: Path, manifest: Manifest, name: str) -> bool:
     """Code does not count: it is written anew."""
     return name.endswith(".py") or ((root / name).is_file() and sha256_of(root / name) == manifest.files[name])
+
+
+def _edited(root: Path, was: Manifest, texts: Mapping[str, str], stale: str | None) -> list[str]:
+    """Files that somebody changed of those that are replaced. Code is kept beside the new one; what was changed in
+    config.json stands in the new one, too."""
+    found = []
+    for name in filter(None, (*texts, stale)):
+        path = root / name
+        if name not in was.files or not path.is_file() or sha256_of(path) == was.files[name]:
+            continue
+        code = name.endswith(".py")
+        if code and path.read_bytes() == texts.get(name, "").encode():  # by a run that was interrupted
+            continue
+        found.append(name)
+        if code:
+            shutil.copyfile(path, root / f"{name}.edited")
+            found[-1] += f" (kept as {name}.edited)"
+    return found
 
 
 def _replace(root: Path, view: Path, texts: Mapping[str, str], manifest: Manifest, stale: str | None) -> list[str]:

@@ -284,7 +284,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise RewriterError(f"{directory}: no such directory. Give one that `rewrite MODEL --recipe …` wrote.")
     refuse_adapter(directory)
     if not os.path.lexists(path):
-        raise RewriterError(f"{directory}: no {MANIFEST} in it, so `rewrite` did not write it.")
+        raise RewriterError(
+            f"{directory}: no {MANIFEST} in it, so `rewrite` did not write it. Where transformers saved it from an "
+            "output of `rewrite`, copy its weights and config.json over those in a copy of that output."
+        )
     data = read_json(path, "Rewrite the model again.")
     if data.get("schema") != SCHEMA:
         raise RewriterError(

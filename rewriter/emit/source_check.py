@@ -22,10 +22,10 @@ _NOT_SIZES = ("architectures", "auto_map", "dtype", "model_type", "quantization_
 _INTRODUCTION = "# The layers above were made for this class, and versions of transformers that are known to have it."
 
 
-def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[str, Any], list[int]]:
+def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[str, Any], list[int] | str]:
     """Settings of a small config of the source's kind, and the layers that it has, `examples` among them.
 
-    Nothing where there is no such config: the file then refuses classes that it does not know.
+    Where there is no such config, nothing and why: the file then refuses versions that it does not know.
     """
     config_class = getattr(importlib.import_module(config_module(source)), source.config_class)
     try:
@@ -37,8 +37,8 @@ def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[
         config_class(**settings)
         ast.parse(f"{{{_filled(settings)}}}")  # no text was broken at a space
         return settings, kept
-    except Exception:  # whatever the config's class raises
-        return {}, []
+    except Exception as error:  # whatever the config's class raises
+        return {}, " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _filled(settings: Mapping[str, Any]) -> str:
@@ -66,27 +66,27 @@ def checking_code(
         for name, module in places.items()
     ]
     versions = sorted(set.intersection(*known) | {transformers.__version__}, key=Version)
-    small, kept = _small(source, {read.index(name) for name in read}, ranks)
+    small, kept = _small(source, {*map(read.index, read), *(bound or {}).values()}, ranks)
     constants = [f"MADE_FOR = {quoted(' and '.join(places))}", _filled_text("VERSIONS", ", ".join(versions))]
-    if small:
+    if not isinstance(kept, str):
         constants.append("# A model of these settings has few and small layers of every kind.")
         constants += ["SMALL = {", _filled(small), "}  # fmt: skip"]
         constants.append(bracketed("READ = [", [read[layer] for layer in kept], "]", 0))
-    if small and bound is not None:
-        tried = [f"({kept.index(read.index(read[example]))}, {name})" for name, example in bound.items()]
+    if not isinstance(kept, str) and bound is not None:
+        tried = [f"({kept.index(example)}, {name})" for name, example in bound.items()]
         constants.append(bracketed("BOUND = [", tried, "]", 0))
     code = ["\n".join([_INTRODUCTION, *constants]), source_of(source_check.check_source)]
-    if not small:
-        return [
-            *code,
-            source_of(source_check.unknown_difference, {"unknown_difference": "difference"}),
-            "check_source()",
-        ]
+    if isinstance(kept, str):
+        untried = source_of(source_check.unknown_difference, {"unknown_difference": "difference"})
+        constants.append(_filled_text("UNTRIED", f"no small model of it: {kept:.200}"))
+        code[0] = "\n".join([_INTRODUCTION, *constants])
+        return [*code, untried, "check_source()"]
     names = {"SourceConfig": source.config_class, "SourceModel": source.architecture}
     absent = ["name_caches"] * (not caches) + ["ranks_differ"] * forward_only
     tries = [source_of(source_check.difference, names, absent), source_of(source_check.logits_of)]
     if not forward_only:
-        of_ranks = (source_check.ranks_differ, source_check.ranks_outputs, source_check.note_call)
+        check = source_check
+        of_ranks = (check.ranks_differ, check.ranks_add_up, check.ranks_outputs, check.note_call)
         tries += [source_of(part) for part in of_ranks]
     return [*code, *(text.replace("model.layers", f"model.{source.layers}") for text in tries), "check_source()"]
 

@@ -182,7 +182,9 @@ def _made_for(root: Path, processes: int) -> _Made:
     path = root / "rewrite.json"
     refuse_adapter(root)
     if not os.path.lexists(path):
-        raise RewriterError(f"{root}: no rewrite.json in it. Give a directory that `rewrite` wrote")
+        raise RewriterError(
+            f"{root}: no rewrite.json in it. Give a directory that `rewrite` wrote, or a copy of it with your weights"
+        )
     manifest = read_json(path, "Rewrite the model again")
     try:
         mesh = {axis: int(size) for axis, size in manifest["mesh"].items()}

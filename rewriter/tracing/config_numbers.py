@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError, shortened
@@ -37,6 +38,17 @@ def check_numbers(file: str | Path, config: Mapping[str, Any]) -> None:
         else:
             continue
         raise RewriterError(f"{file}: {'.'.join(place)} is {value}, {wrong}. Correct it, or download the file again.")
+
+
+def check_dtypes(file: str | Path, config: Mapping[str, Any]) -> None:
+    """Raise RewriterError, naming file and key, for a `dtype` that transformers cannot read, also of a model inside."""
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        if isinstance(value, str) and not isinstance(getattr(torch, value, None), torch.dtype):
+            raise RewriterError(f"{file}: {name} is {value!r}, expected a name such as 'bfloat16'. Correct it.")
+    for inner in config.values():
+        if isinstance(inner, Mapping):
+            check_dtypes(file, inner)
 
 
 def check_sizes(config: PreTrainedConfig) -> None:

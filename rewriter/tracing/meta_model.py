@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rewriter.common.adapters import CONFIG, refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
-from rewriter.tracing.config_numbers import check_numbers, check_sizes
+from rewriter.tracing.config_numbers import check_dtypes, check_numbers, check_sizes
 from rewriter.tracing.model_errors import refused
 
 # The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to
@@ -71,6 +71,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
             data = read_json(file, "It is no Hugging Face config: download it again, or name another model.")
             refuse_per_rank(source, data)
             check_numbers(file, data)
+            check_dtypes(file, data)
             if needs_own_code(data) and not trust_remote_code:
                 raise RewriterError(
                     f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
@@ -91,7 +92,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
             _refuse_adapter_of_the_hub(str(source))
         what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
         said = f"{type(error).__name__}: " if isinstance(error, ArithmeticError | LookupError) else ""
-        step = "" if not looks_local else ". Correct config.json: transformers' AutoConfig.from_pretrained has to read it"
+        step = "" if not looks_local else ". Correct config.json: transformers' AutoConfig has to read it"
         raise RewriterError(f"{what}. {said}{' '.join(str(error).split()):.300}{step}") from error
 
 

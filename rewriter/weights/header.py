@@ -72,6 +72,8 @@ def read_header(path: Path) -> SafetensorsHeader:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length_bytes = file.read(8)
+            if length_bytes == b"version " and size < 1024:
+                raise RewriterError(f"{path}: a Git LFS pointer, not the weights themselves. Run `git lfs pull` there.")
             length = int.from_bytes(length_bytes, "little")
             if len(length_bytes) < 8 or length < 2:
                 raise _broken(path, f"it has {size} bytes and a header of {length}, too few to be one")
