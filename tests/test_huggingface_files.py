@@ -15,6 +15,7 @@ import types
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import emitted
 import oracles
@@ -312,8 +313,8 @@ def tried(files: Any) -> tuple[str | None, list[str]]:
     module = types.ModuleType("generated")
     text = files.modeling.rstrip()
     assert text.endswith("\ncheck_source()")
-    exec(compile(text.removesuffix("check_source()"), "generated", "exec"), vars(module))
-    with warnings.catch_warnings(record=True) as said:
+    with mock.patch.dict(sys.modules, {"generated": module}), warnings.catch_warnings(record=True) as said:
+        exec(compile(text.removesuffix("check_source()"), "generated", "exec"), vars(module))
         warnings.simplefilter("always")
         found = module.difference()
     return found, [str(w.message) for w in said if "rank by rank" in str(w.message)]
