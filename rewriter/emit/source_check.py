@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 
@@ -23,7 +24,8 @@ _INTRODUCTION = "# The layers above were made for this class, and versions of tr
 
 
 def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[str, Any], list[int] | str]:
-    """Settings of a small config of the source's kind, and the layers that it has, `examples` among them.
+    """Settings of a small config of the source's kind, whose model runs, and the layers that it has, `examples` among
+    them.
 
     Where there is no such config, nothing and why: the file then refuses versions that it does not know.
     """
@@ -34,7 +36,9 @@ def _small(source: Source, examples: Collection[int], ranks: int) -> tuple[dict[
         found, usual = shrink(config, kept, ranks).to_diff_dict(), config_class().to_dict()
         found = {k: v for k, v in found.items() if k not in _NOT_SIZES and not k.startswith("_")}
         settings = {k: v for k, v in found.items() if k not in usual or usual[k] != v}
-        config_class(**settings)
+        model_class = getattr(importlib.import_module(source.module_of(source.architecture)), source.architecture)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            model_class(config_class(**settings)).eval()(torch.ones(2, 21, dtype=torch.int64))
         ast.parse(f"{{{_filled(settings)}}}")  # no text was broken at a space
         return settings, kept
     except Exception as error:  # whatever the config's class raises
