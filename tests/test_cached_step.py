@@ -220,6 +220,7 @@ def changed_over(group, directory, cache):
     return first, steps, tokens_of(model), decode_step(model, 1, len(PROMPT) + COUNT, group).how
 
 
+@pytest.mark.slow
 def test_ranks_change_over_together(tmp_path, cache):
     ranks = run_ranks(changed_over, 2, str(write(tmp_path / "out", 2)), cache, timeout=900)
     assert ranks[0] == ranks[1]
