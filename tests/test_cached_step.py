@@ -203,6 +203,7 @@ def changed_over(group, directory, cache):
     """Tokens of a generation that waits until both ranks' steps are compiled, at which token this one changed over, and
     the tokens of the next one."""
     torch.set_num_threads(1)
+    os.environ["XDG_CACHE_HOME"] = str(cache.parents[1])  # the server that forks ranks has that of an earlier test
     _without_compilers(setattr)
     model, steps = loaded(directory, "background"), []
     plain = cached_step.CachedStep.logits
@@ -220,7 +221,6 @@ def changed_over(group, directory, cache):
     return first, steps, tokens_of(model), decode_step(model, 1, len(PROMPT) + COUNT, group).how
 
 
-@pytest.mark.slow
 def test_ranks_change_over_together(tmp_path, cache):
     ranks = run_ranks(changed_over, 2, str(write(tmp_path / "out", 2)), cache, timeout=900)
     assert ranks[0] == ranks[1]
