@@ -222,7 +222,7 @@ def changed_over(group, directory, cache):
 
 
 def test_ranks_change_over_together(tmp_path, cache):
-    ranks = run_ranks(changed_over, 2, str(write(tmp_path / "out", 2)), cache, timeout=900)
+    ranks = run_ranks(changed_over, 2, str(write(tmp_path / "out", 2)), cache, timeout=240)
     assert ranks[0] == ranks[1]
     first, steps, second, how = ranks[0]
     assert first == second == expected()

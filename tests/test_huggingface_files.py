@@ -204,13 +204,14 @@ def test_a_file_names_the_versions_that_are_known_to_have_its_layers(monkeypatch
     assert versions_named(emit_huggingface(program)) == [transformers.__version__]
 
 
-def test_versions_with_other_children_are_not_those_of_a_bound_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_with_other_children_are_not_those_of_a_bound_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They compute all ranks as they are written, so all of their code counts. A layer alone does not depend on it."""
-    ranks = TensorParallel().apply(emitted.program("qwen2").with_(mesh={"tp": 2}))
-    bound = Desync(n=2).apply(MergeReductions().apply(ranks))
-    assert len(versions_named(emit_huggingface(bound))) > 1
+    program = bound("qwen2", tmp_path)
+    assert len(versions_named(emit_huggingface(program))) > 1
     changed_source(monkeypatch, "self.act_fn(self.gate_proj(x))", "self.gate_proj(self.act_fn(x))")
-    assert versions_named(emit_huggingface(bound)) == [transformers.__version__]
+    assert versions_named(emit_huggingface(program)) == [transformers.__version__]
     assert versions_named(emit_huggingface(emitted.ladder("qwen2", "all"))) == table()["versions"]
 
 

@@ -154,6 +154,18 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path, name: str) -> None:
         Checkpoint.open(tmp_path)
 
 
+def test_an_index_is_read_where_the_single_file_is_a_link_to_nowhere(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    """As transformers does."""
+    name = "model-00001-of-00001.safetensors"
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    index = {"weight_map": dict.fromkeys(weights, name)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors").symlink_to("nowhere")
+    assert set(Checkpoint.open(tmp_path).tensors) == set(weights)
+
+
 def test_a_git_lfs_pointer_is_named(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 269060552\n"
     (tmp_path / "model.safetensors").write_text(pointer)

@@ -72,32 +72,30 @@ def checking_code(
     versions = sorted(set.intersection(*known) | {transformers.__version__}, key=Version)
     small, kept = _small(source, {*map(read.index, read), *(bound or {}).values()}, ranks)
     constants = [f"MADE_FOR = {quoted(' and '.join(places))}", _filled_text("VERSIONS", ", ".join(versions))]
-    if not isinstance(kept, str):
-        constants.append("# A model of these settings has few and small layers of every kind.")
-        constants += ["SMALL = {", _filled(small), "}  # fmt: skip"]
-        constants.append(bracketed("READ = [", [read[layer] for layer in kept], "]", 0))
-    if not isinstance(kept, str) and bound is not None:
+    check = source_of(source_check.check_source)
+    if isinstance(kept, str):
+        constants.append(_filled_text("UNTRIED", f"no small model of it: {kept:.200}"))
+        untried = source_of(source_check.unknown_difference, {"unknown_difference": "difference"})
+        return ["\n".join([_INTRODUCTION, *constants]), check, untried, "check_source()"]
+    constants.append("# A model of these settings has few and small layers of every kind.")
+    constants += ["SMALL = {", _filled(small), "}  # fmt: skip"]
+    constants.append(bracketed("READ = [", [read[layer] for layer in kept], "]", 0))
+    if bound is not None:
         tried = [f"({kept.index(example)}, {name})" for name, example in bound.items()]
         constants.append(bracketed("BOUND = [", tried, "]", 0))
-    code = ["\n".join([_INTRODUCTION, *constants]), source_of(source_check.check_source)]
-    if isinstance(kept, str):
-        untried = source_of(source_check.unknown_difference, {"unknown_difference": "difference"})
-        constants.append(_filled_text("UNTRIED", f"no small model of it: {kept:.200}"))
-        code[0] = "\n".join([_INTRODUCTION, *constants])
-        return [*code, untried, "check_source()"]
     names = {"SourceConfig": source.config_class, "SourceModel": source.architecture}
     absent = ["name_caches"] * (not caches) + ["ranks_differ"] * forward_only
     tries = [source_of(source_check.difference, names, absent), source_of(source_check.logits_of)]
     if not forward_only:
-        check = source_check
-        of_ranks = (check.ranks_differ, check.ranks_add_up, check.ranks_outputs, check.note_call)
-        tries += [source_of(part) for part in of_ranks]
-    return [*code, *(text.replace("model.layers", f"model.{source.layers}") for text in tries), "check_source()"]
+        tries += [source_of(source_check.ranks_differ), source_of(source_check.ranks_add_up)]
+        tries += [source_of(source_check.ranks_outputs), source_of(source_check.note_call)]
+    tries = [text.replace("model.layers", f"model.{source.layers}") for text in tries]
+    return ["\n".join([_INTRODUCTION, *constants]), check, *tries, "check_source()"]
 
 
 def _filled_text(name: str, text: str) -> str:
     """An assignment of `text`, in as many lines as it needs."""
+    if len(line := f"{name} = {quoted(text)}") <= LINE_LENGTH:
+        return line
     lines = textwrap.wrap(text, LINE_LENGTH - 8, drop_whitespace=False)
-    if len(f"{name} = {quoted(text)}") <= LINE_LENGTH:
-        return f"{name} = {quoted(text)}"
     return "\n".join([f"{name} = (", *(f"    {quoted(line)}" for line in lines), ")"])

@@ -74,12 +74,12 @@ class Checkpoint:
                 f"{root}: {what}. Expected a Hugging Face checkpoint: config.json and {SINGLE} (or {INDEX})."
             )
         refuse_adapter(root)
-        for path in (root / SINGLE, root / INDEX):
-            _refuse_lost_link(path)
         # transformers looks in this order too: one file goes before an index.
         if (root / SINGLE).exists():
             return cls(root, {root / SINGLE: read_header(root / SINGLE)})
         if not (root / INDEX).exists():
+            for path in (root / SINGLE, root / INDEX):
+                _refuse_lost_link(path)
             raise _no_weights(root)
         index = _read_index(root / INDEX)
         headers = {root / name: read_header(root / name) for name in sorted(set(index["weight_map"].values()))}
@@ -254,8 +254,8 @@ def _read_index(path: Path) -> dict[str, Any]:
                 f"{path}: it places {tensor!r} in {name!r}. Expected the name of a .safetensors file inside "
                 f"{path.parent}; an index that points elsewhere is not followed."
             )
-        _refuse_lost_link(path.parent / name)
         if not os.path.exists(path.parent / name):  # a name too long for any file is missing too
+            _refuse_lost_link(path.parent / name)
             raise RewriterError(
                 f"{path.parent / name}: missing, but {path.name} places {tensor!r} there. Download it again."
             )
@@ -263,8 +263,8 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 def _refuse_lost_link(path: Path) -> None:
-    """Raise RewriterError for a link to a file that is not there, as copies of a cache of downloads have."""
-    if os.path.islink(path) and not path.exists():
+    """Raise RewriterError where what is not there is the file of a link, as in copies of a cache of downloads."""
+    if os.path.islink(path):
         raise RewriterError(
             f"{path}: a link to {os.readlink(path)}, which does not exist. Copy the file itself, or download it again."
         )
