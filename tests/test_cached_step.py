@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -276,6 +278,16 @@ def test_the_compiler_that_was_found_is_the_one_that_compiles(tmp_path, monkeypa
     step_cache.made(cache)
     assert step_cache.start_compiling(cache, "aa", {}, background=False).wait() == 0
     assert (cache / "aa.log").read_text() == "clang++\n"
+
+
+def test_a_compilation_in_the_background_gives_way_with_its_session():
+    """Its niceness counts among all processes only where the autogroup of its session has it too."""
+    group = Path("/proc/self/autogroup")
+    if not group.is_file():
+        pytest.skip("Linux's autogroups are not in this kernel")
+    command = f"from rewriter.runtime import compile_worker; compile_worker.give_way(); print(open('{group}').read())"
+    ran = subprocess.run([sys.executable, "-c", command], start_new_session=True, capture_output=True, check=True)
+    assert ran.stdout.split()[-1] == b"10"
 
 
 @pytest.mark.slow

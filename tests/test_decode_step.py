@@ -200,7 +200,8 @@ def test_logits_that_are_no_numbers_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_product_is_the_linear_layer(dtype):
-    x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((2, 1, 33), (17, 33), (17,)))
+@pytest.mark.parametrize("rows", [17, 20])
+def test_a_product_is_the_linear_layer(dtype, rows):
+    x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((2, 1, 33), (rows, 33), (rows,)))
     for given in ((x, weight), (x, weight, bias), (x, weight.T.contiguous().T, bias)):
         torch.testing.assert_close(product(*given), torch.nn.functional.linear(*given))

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -179,10 +180,18 @@ def _toolchain() -> bytes:
     return json.dumps([torch.__version__, step_cache.key_of({}), sorted(OPTIONS.items())]).encode()
 
 
+def give_way() -> None:
+    """Leave the cores to other processes. With Linux's autogroups, which most desktops have on, a session's niceness is
+    its group's: that of its processes counts only among them."""
+    os.nice(_NICE)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_NICE), encoding="ascii")
+
+
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if "background" in sys.argv[2:]:
-        os.nice(_NICE)
+        give_way()
     else:
         from rewriter.common.fork_server import end_with_parent
 

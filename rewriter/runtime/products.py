@@ -1,8 +1,8 @@
 """Products with few rows, as reductions that TorchInductor compiles for the CPU.
 
-A decode step reads every weight once for one row. ATen's `linear` reads it at a quarter of the memory's bandwidth then;
-a loop over a row of the weight that multiplies and adds, which is what Inductor makes of `(x * weight).sum(-1)`, at
-two thirds and more (`benchmarks/decode.py`).
+A decode step reads every weight once for one row. ATen's `linear` reads it at a quarter of the memory's bandwidth on
+some processors; loops over rows of the weight that multiply and add, which is what Inductor makes of
+`(x * weight).sum(-1)`, at two thirds and more on all that were tried (`benchmarks/decode.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from rewriter.kernels import accumulation_dtype
 
 FEW_ROWS = 1
+STREAMS = 4  # rows of the weight that are read at once: one alone does not keep the memory busy
 _LINEAR = (F.linear, torch._C._nn.linear)  # Dynamo names the second
 
 
@@ -54,7 +55,10 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     A weight [..., N, K] is one for each row of the input.
     """
     wide = accumulation_dtype(input.dtype)
-    summed = (in_memory(input.to(wide)).unsqueeze(-2) * weight.to(wide)).sum(-1)
+    row = in_memory(input.to(wide)).unsqueeze(-2)
+    # of equal sizes, since Inductor makes one loop of those alone
+    parts = weight.chunk(STREAMS if weight.shape[-2] % STREAMS == 0 else 1, -2)
+    summed = torch.cat([(row * part.to(wide)).sum(-1) for part in parts], -1)
     return (summed if bias is None else summed + bias.to(wide)).to(input.dtype)
 
 
