@@ -85,6 +85,8 @@ def _printed(node: Any) -> str:
         node = ast.Assign([node.target], node.value) if node.value else ast.Pass()
     if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         return ""
+    if isinstance(node, ast.JoinedStr):  # Python 3.12.0 and 3.12.1 put empty texts after nested fields
+        node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
     if not isinstance(node, ast.AST):
         return re.sub("past_key_values?|cache_params|layer_past", "cache", repr(node))
     ignored = ("annotation", "returns", "type_comment", "type_params", "kind", "ctx")
