@@ -56,8 +56,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             subprocess.Popen(
                 [sys.executable, *words], env=environment(1, TMPDIR=str(tmp_path / "tmp")), cwd=ROOT, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                # a shell lets what it runs in the background ignore it
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=ignore_no_signal,
             )
         )  # fmt: skip
         return started[-1]
@@ -67,6 +66,22 @@ def start(tmp_path: Path) -> Iterator[Start]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def ignore_no_signal() -> None:
+    """A shell lets what it runs in the background ignore SIGINT, and nohup SIGHUP; children inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def signals_are_not_ignored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def left(tmp_path: Path) -> list[str]:
