@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -168,7 +169,8 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any | N
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = None if trust_remote_code else _config_without_code(Path(path))
+        return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers come in many forms, and fail in as many ways
         if not (code := own_code(path)):
             return None
@@ -179,6 +181,22 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any | N
             f"{path}: its tokenizer brings its own Python code ({code[0]}). Read it, then pass --trust-remote-code to "
             "run it"
         ) from error
+
+
+def _config_without_code(directory: Path) -> Any | None:
+    """A config by which transformers finds a tokenizer's class, where that of `directory` needs code of its own, as an
+    output's does; else None. By itself transformers reads such a config as one of no type, which fails for most kinds
+    of rotary positions (llama3, yarn, longrope)."""
+    from transformers import AutoConfig, PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "auto_map" not in config:
+        return None
+    kind = str(config.get("model_type", "")).removeprefix("rewriter_")
+    own = {"tokenizer_class": config.get("tokenizer_class")}
+    return AutoConfig.for_model(kind, **own) if kind in CONFIG_MAPPING else PreTrainedConfig(**own)
 
 
 def golden_tokens(program: Program) -> torch.Tensor:

@@ -195,6 +195,10 @@ def _loaded(
         (p, name) for p in (config, config.get_text_config(decoder=True)) for name in _SAID if getattr(p, name, None)
     ]
     plain = PlainTensors(directory)
+    for part in (config, config.get_text_config(decoder=True)):  # one with nothing in it, which transformers refuses
+        for name in _SAID:
+            if getattr(part, name, None) == {}:
+                part.__dict__.pop(name)
     if not said and plain.loadable:
         return AutoModelForCausalLM.from_pretrained(directory, config=config, trust_remote_code=remote_code, **options)
     for part, name in said:
