@@ -45,6 +45,16 @@ def is_gone(pid: int) -> bool:
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
+@pytest.fixture(autouse=True)
+def signals_are_not_ignored() -> Iterator[None]:
+    """A shell lets what it runs in the background ignore SIGINT, and nohup SIGHUP; children inherit that."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a process in a session of its own, with an empty temporary directory; it ends with the test."""
@@ -56,7 +66,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
             subprocess.Popen(
                 [sys.executable, *words], env=environment(1, TMPDIR=str(tmp_path / "tmp")), cwd=ROOT, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                preexec_fn=ignore_no_signal,
             )
         )  # fmt: skip
         return started[-1]
@@ -66,22 +75,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def ignore_no_signal() -> None:
-    """A shell lets what it runs in the background ignore SIGINT, and nohup SIGHUP; children inherit that."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
-@pytest.fixture(autouse=True)
-def signals_are_not_ignored() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def left(tmp_path: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -12,10 +11,12 @@ from typing import Any
 import torch
 
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.files import read_json
 from rewriter.common.text_settings import check_tokens, context_length, vocabulary_size
 from rewriter.common.tokenizer_code import own_code
 from rewriter.emit.manifest import Drift
 from rewriter.ir import Program
+from rewriter.tracing.meta_model import needs_own_code
 from rewriter.verify.simulate import load_weights, simulate
 
 CALIBRATION = Path(__file__).with_name("calibration.txt")
@@ -191,8 +192,8 @@ def _config_without_code(directory: Path) -> Any | None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     file = directory / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if "auto_map" not in config:
+    config = read_json(file, "Copy it anew.") if file.is_file() else {}
+    if not needs_own_code(config):
         return None
     kind = str(config.get("model_type", "")).removeprefix("rewriter_")
     own = {"tokenizer_class": config.get("tokenizer_class")}

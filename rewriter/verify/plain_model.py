@@ -9,6 +9,7 @@ they take blocks that do not divide a weight for smaller ones.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -191,18 +192,12 @@ def _loaded(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
     config._attn_implementation = "eager"  # some configs name another one, which goes before the option
-    said = [
-        (p, name) for p in (config, config.get_text_config(decoder=True)) for name in _SAID if getattr(p, name, None)
-    ]
+    quantized = False
+    for part, name in itertools.product((config, config.get_text_config(decoder=True)), _SAID):
+        quantized |= bool(part.__dict__.pop(name, None))  # transformers refuses one with nothing in it
     plain = PlainTensors(directory)
-    for part in (config, config.get_text_config(decoder=True)):  # one with nothing in it, which transformers refuses
-        for name in _SAID:
-            if getattr(part, name, None) == {}:
-                part.__dict__.pop(name)
-    if not said and plain.loadable:
+    if not quantized and plain.loadable:
         return AutoModelForCausalLM.from_pretrained(directory, config=config, trust_remote_code=remote_code, **options)
-    for part, name in said:
-        part.__dict__.pop(name, None)
     with torch.device("meta"):
         cls = type(AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=remote_code))
     state = {name: plain.read(name) for name in plain.names()}
