@@ -33,7 +33,7 @@ from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.tracing.parameters import checkpoint_expressions
-from rewriter.verify.ladder_reference import ladder_reference
+from rewriter.verify.eager_blocks import ladder_reference
 from rewriter.verify.random_model import EAGER, build_model, random_ids
 from rewriter.verify.simulate import RankValues, Simulator, load_weights, simulate
 from rewriter.verify.stream_hooks import decoder_layers

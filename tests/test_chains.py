@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from rewriter.analysis.chains import chains
+from rewriter.analysis.projections import chains
 from rewriter.ir import Body, Leaf
 from rewriter.ir.marks import mark
 

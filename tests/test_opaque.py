@@ -24,7 +24,7 @@ from rewriter.tracing.example import Example
 from rewriter.tracing.interception import Recorded
 from rewriter.tracing.meta_model import build_skeleton
 from rewriter.tracing.opaque import opaque_child
-from rewriter.verify.ladder_reference import ladder_reference
+from rewriter.verify.eager_blocks import ladder_reference
 from rewriter.verify.simulate import simulate
 
 pytestmark = pytest.mark.tracer

@@ -33,8 +33,7 @@ from rewriter.passes.quantize_collectives import QuantizeCollectives, always_qua
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.verify.comparison import Verification
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
-from rewriter.verify.rank_threads import Group
+from rewriter.verify.per_rank_reference import Group, LayerMode, PerRankReference
 from rewriter.verify.simulate import simulate
 
 EXITS = ("o_proj", "down_proj", "c_proj")

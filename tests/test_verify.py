@@ -27,8 +27,7 @@ from rewriter.verify import drift as drift_module
 from rewriter.verify import shrunken_check as shrunken_check_module
 from rewriter.verify.comparison import Verification, compare, relative_error
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
-from rewriter.verify.eager_blocks import find_structure
-from rewriter.verify.ladder_reference import ladder_reference
+from rewriter.verify.eager_blocks import find_structure, ladder_reference
 from rewriter.verify.random_model import random_ids, random_model
 from rewriter.verify.shrunken_check import check_shrunken
 from rewriter.verify.simulate import load_weights

@@ -14,10 +14,9 @@ from math import gcd
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.chains import chains
 from rewriter.analysis.labels import Unsplittable, reduced_shape, value_of
 from rewriter.analysis.placement import split_body
-from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, row_parallel
+from rewriter.analysis.projections import Shard, chains, column_parallel, held, inputs_of, outputs_of, row_parallel
 from rewriter.analysis.residual import attends
 from rewriter.analysis.units import equal_runs
 from rewriter.common.errors import RewriterError

@@ -12,7 +12,7 @@ from rewriter.analysis.labels import Labels, is_tensor, tensor_inputs, value_of,
 from rewriter.analysis.op_semantics import aten
 from rewriter.analysis.projections import Shard, held, resized
 from rewriter.analysis.units import AXIS, Ranges, Units
-from rewriter.ir import Body, Module, args_of, copy_graph, placeholders
+from rewriter.ir import Body, Module, Program, args_of, copy_graph, parameters_of, placeholders
 
 # how a value is split: the dimension, and the ranges of it per rank
 Split = tuple[int, tuple[Ranges, ...]]
@@ -140,3 +140,33 @@ def reads_values(body: Body) -> bool:
         if node.op.startswith("call") and node.target is not aten.sym_size.int and reached & set(sources):
             reached.add(node)
     return bool(reached & set(body.graph.output_node().all_input_nodes))
+
+
+def with_constant_inputs(program: Program) -> dict[str, Module]:
+    """The modules of `program`, where bodies name the inputs that need no gradient. Alike bodies stay shared."""
+    flows: dict[fx.Node, bool] = {}
+    done: dict[tuple[int, frozenset[str]], Body] = {}
+    modules = dict(program.modules)
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            flows[node] = False
+        elif node.op == "call_module":
+            module = program.modules[str(node.target)]
+            if not isinstance(module, Body):
+                flows[node] = True
+                continue
+            inputs = zip(placeholders(module.graph), node.args, strict=True)
+            constant = frozenset(p.name for p, source in inputs if not flows[source])
+            key = (id(module), constant)
+            if key not in done:
+                done[key] = replace(module, constant_inputs=constant)
+            modules[str(node.target)] = done[key]
+            flows[node] = _output_flows(done[key])
+        else:
+            flows[node] = any(flows[n] for n in node.all_input_nodes)
+    return modules
+
+
+def _output_flows(body: Body) -> bool:
+    outputs = body.graph.output_node().all_input_nodes
+    return next(parameters_of(body), None) is not None or any(differentiable(n, body) for n in outputs)

@@ -1,4 +1,4 @@
-"""The plan of a program's layers as a table of plain text: what `rewrite inspect --plan` prints, and golden files hold."""
+"""The plan of a program's layers as plain text: what `rewrite inspect --plan` prints, and golden files hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def plan_text(program: Program) -> str:
 def reads(block: BlockPlan) -> str:
     """ "x", "x of 1 block before", with "+ own part" where the block reads what its rank has added since."""
     late = max(block.late, default=0)
-    return f"x of {late} block{'s' * (late > 1)} before" * bool(late) + "x" * (not late) + " + own part" * block.own_part
+    return (
+        f"x of {late} block{'s' * (late > 1)} before" * bool(late) + "x" * (not late) + " + own part" * block.own_part
+    )
 
 
 def _sum(block: BlockPlan) -> str:
@@ -38,7 +40,14 @@ def _sum(block: BlockPlan) -> str:
 
 def _group(group: LayerGroup) -> list[str]:
     rows = [
-        (block.name, block.mode.label, reads(block), _sum(block), block.split, "differs" if block.ranks_differ else "same")
+        (
+            block.name,
+            block.mode.label,
+            reads(block),
+            _sum(block),
+            block.split,
+            "differs" if block.ranks_differ else "same",
+        )
         for block in group.plan.blocks
     ]
     head = ("block", "mode", "reads", "sum over ranks", "weights", "x after it, by rank")
@@ -62,4 +71,6 @@ def _size(shape: Sequence[int]) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -39,7 +39,7 @@ from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 from rewriter.verify.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
-from rewriter.verify.ladder_reference import ladder_reference
+from rewriter.verify.eager_blocks import ladder_reference
 from rewriter.verify.random_model import EAGER, build_model, random_ids, randomize
 from rewriter.verify.reference_modes import original_logits, reference_of
 from rewriter.verify.shrunken_check import apply_passes, test_lengths

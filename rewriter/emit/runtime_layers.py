@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.dropout import is_dropout
 from rewriter.analysis.labels import reduced_shape, value_of
 from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import residual_blocks
@@ -22,6 +21,7 @@ from rewriter.emit.roles import Roles
 from rewriter.emit.statements import StatementPrinter, returning
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 from rewriter.ir.marks import in_stream, mark, marks, stream_index
+from rewriter.ir.structure import is_dropout
 
 _RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, and ends with one of all
 

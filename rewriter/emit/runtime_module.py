@@ -14,7 +14,6 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.absolute_positions import counts_tokens
-from rewriter.analysis.dropout import is_dropout, without_dropout
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
@@ -27,6 +26,7 @@ from rewriter.emit.statements import StatementPrinter
 from rewriter.emit.weight_references import kept_in_fp32
 from rewriter.ir import Body, Opaque, Program, args_of, walk_modules
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
+from rewriter.ir.structure import is_dropout, without_dropout
 from rewriter.weights.checkpoint import TORCH_DTYPES
 
 

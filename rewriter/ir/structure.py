@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Reference
 
@@ -369,3 +370,18 @@ def drop_dead_nodes(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and not node.users:
             graph.erase_node(node)
+
+
+def is_dropout(module: Module | None) -> bool:
+    """Whether a module is torch's dropout."""
+    return isinstance(module, Leaf) and module.kind == "Dropout"
+
+
+def without_dropout(program: ProgramData) -> fx.Graph:
+    """A copy of the wiring without dropout: a runtime module computes in eval mode, and a partial sum must meet its
+    sum."""
+    graph, _ = copy_graph(program.graph)
+    for node in list(graph.nodes):
+        if node.target is ops.dropout or is_dropout(called_module(node, program.modules)):
+            bypass(node, args_of(node)[0])
+    return graph

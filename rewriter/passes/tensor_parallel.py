@@ -9,14 +9,20 @@ from typing import ClassVar
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.chains import chains
-from rewriter.analysis.dropout import without_dropout
-from rewriter.analysis.gradients import with_constant_inputs
 from rewriter.analysis.labels import Unsplittable, reduced_shape, value_of
 from rewriter.analysis.op_semantics import aten
 from rewriter.analysis.placement import split_body
-from rewriter.analysis.placement_state import SplitBody
-from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, resized, row_parallel
+from rewriter.analysis.placement_state import SplitBody, with_constant_inputs
+from rewriter.analysis.projections import (
+    Shard,
+    chains,
+    column_parallel,
+    held,
+    inputs_of,
+    outputs_of,
+    resized,
+    row_parallel,
+)
 from rewriter.analysis.residual import attends
 from rewriter.analysis.sequence_layout import attentions
 from rewriter.analysis.units import AXIS, Ranges, equal_runs
@@ -35,6 +41,7 @@ from rewriter.ir import (
     reachable,
 )
 from rewriter.ir.marks import in_stream, mark, marks, set_marks
+from rewriter.ir.structure import without_dropout
 from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
 
 

@@ -14,7 +14,7 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import Applied, apply_recipe
 from rewriter.search.choices import Mix, recipe_of
-from rewriter.verify.stream_segments import between, given_names
+from rewriter.verify.sensitivity import between, given_names
 
 SCHEDULES = ("fuse_projections", "overlap")
 _ANY_GRID = "ring-attention"  # it asks nothing of the number of heads

@@ -12,7 +12,7 @@ from rewriter.search.computed import Part
 from rewriter.search.streamed_weights import Overlaid
 from rewriter.search.tails import Tails
 from rewriter.verify.affinity import Arranging, Recording, exits_of, reordered
-from rewriter.verify.stream_segments import between, given_names
+from rewriter.verify.sensitivity import between, given_names
 
 Orders = Mapping[str, str]
 """By path of a block, the rank of each of its units, as `Permute.ranks` has it."""

@@ -19,8 +19,8 @@ from rewriter.ir import Program
 from rewriter.search.computed import Computed, Part
 from rewriter.search.losses import Change, Reference
 from rewriter.verify.live_model import opaque_modules
+from rewriter.verify.sensitivity import between, given_names
 from rewriter.verify.simulate import RankValues, Simulator
-from rewriter.verify.stream_segments import between, given_names
 
 Weights = Mapping[str, torch.Tensor]
 _BATCH = 8  # sequences that go through a layer at a time

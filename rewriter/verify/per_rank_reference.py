@@ -26,7 +26,9 @@ that every rank computes in full writes g(x_r): added as it is, and counted 1/P 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,10 +37,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rewriter.common.errors import RewriterError
-from rewriter.verify.eager_blocks import Structure, find_structure
-from rewriter.verify.ladder_reference import check_layers
+from rewriter.verify.eager_blocks import Structure, check_layers, find_structure
 from rewriter.verify.output_projections import Shares, set_tensor
-from rewriter.verify.rank_threads import Group
 from rewriter.verify.stream_hooks import Carry, Ledger, watched
 
 Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
@@ -282,3 +282,48 @@ def _carried(carries: Sequence[Carry], x: torch.Tensor) -> torch.Tensor:
     for carry in carries:
         x = carry(x)
     return x
+
+
+class Group:
+    """Threads that stand for ranks. One runs at a time; they wait for each other in `all_reduce`."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._parts: list[Any] = [None] * ranks
+        self._barrier = threading.Barrier(ranks, self._sum)
+        self._running = threading.Lock()
+        self._total: Any = None
+
+    def all_reduce(self, rank: int, part: torch.Tensor) -> torch.Tensor:
+        """The sum of what every rank gives, the same tensor on all."""
+        self._parts[rank] = part
+        self._running.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._running.acquire()
+        total: torch.Tensor = self._total
+        return total
+
+    def _sum(self) -> None:
+        self._total = sum(self._parts[1:], self._parts[0])
+
+    def run(self, function: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        """`function` of every rank. Raises what a rank raised."""
+        enabled = torch.is_grad_enabled()
+
+        def body(rank: int) -> torch.Tensor:
+            with self._running, torch.set_grad_enabled(enabled):
+                try:
+                    return function(rank)
+                except Exception:
+                    self._barrier.abort()
+                    raise
+
+        with ThreadPoolExecutor(self.ranks) as threads:
+            results = [threads.submit(body, rank) for rank in range(self.ranks)]
+        errors = [error for result in results if (error := result.exception()) is not None]
+        # the others could not go on
+        if first := next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None):
+            raise first
+        return [result.result() for result in results]

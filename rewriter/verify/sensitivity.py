@@ -8,22 +8,21 @@ one device, and the output layer L/2 times more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import repeat, zip_longest
 
 import torch
 
-from rewriter.analysis.residual import by_layer, residual_blocks
+from rewriter.analysis.residual import by_layer, residual_blocks, stream_values
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program
+from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.passes.drop_sync import DropSync, attention_reductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.verify.drift import windows
 from rewriter.verify.live_model import opaque_modules
 from rewriter.verify.simulate import Simulator, load_weights
-from rewriter.verify.stream_segments import between, given_names, with_stream
 
 # Digits that are kept: enough to rank layers, few enough that another summation order gives the same.
 _DIGITS = 4
@@ -129,3 +128,39 @@ def _dropped_layers(sharded: Program) -> dict[int, tuple[int, int, Program]]:
         start, end = block.index, blocks[layer][-1].index + 1
         found[layer] = (start, end, between(changed, [start], end))
     return found
+
+
+STREAM = "stream"
+
+
+def with_stream(program: Program, places: Sequence[int]) -> Program:
+    """A program that returns its logits and the stream values at `places`."""
+    graph, env = program.edit()
+    stream = stream_values(program.graph)
+    output = graph.output_node()
+    output.args = ((args_of(output)[0], *(env[stream[place]] for place in places)),)
+    return program.with_(graph=graph)
+
+
+def given_names(starts: Sequence[int]) -> tuple[str, ...]:
+    """The inputs of `between(program, starts)`, by which `Simulator.run` is given the stream values."""
+    return tuple(f"{STREAM}_{start}" for start in starts)
+
+
+def between(program: Program, starts: Sequence[int] = (), end: int | None = None) -> Program:
+    """A program that is given the stream values `starts` and returns the stream value `end`; by default, the logits.
+
+    What is computed from other values of the stream is computed as before.
+    """
+    graph, env = program.edit()
+    stream = [env[value] for value in stream_values(program.graph)]
+    if end is not None:
+        graph.output_node().args = (stream[end],)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for start, name in zip(starts, given_names(starts), strict=True):
+        with graph.inserting_before(first):
+            given = graph.placeholder(name)
+        given.meta.update(stream[start].meta)
+        stream[start].replace_all_uses_with(given)
+    drop_dead_nodes(graph)
+    return program.with_(graph=graph)
