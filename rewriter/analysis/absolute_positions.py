@@ -1,4 +1,4 @@
-"""What of a program is right for some positions only. It may count them itself instead of reading `position_ids`, or
+"""Parts of a program that are right for some positions only: those that count positions themselves, or
 look them up in a table that ends.
 
 With a key/value cache the tokens of a call are not the first ones, so a body or wiring that numbers them from 0 would
@@ -19,7 +19,7 @@ from rewriter.ir import Body, Leaf, Module, Program, args_of, called_module, pla
 
 
 def counts_tokens(program: Program) -> str | None:
-    """Where tokens are numbered by their place in the call, in words; None when they are not."""
+    """Description of where tokens are numbered by their place in the call; None when they are not."""
     biases = set(_bias_inputs(program))
     for node in program.graph.nodes:
         if _counts(node) and not _ends_in_bias(node, biases):

@@ -1,4 +1,4 @@
-"""What one attention of a model computes, and what a rank sends for it: the words that every kind of plan speaks in.
+"""Shape of one attention of a model, and the messages a rank sends for it: the terms that every kind of plan speaks in.
 
 Symbols: P ranks as a grid of h heads × r rows × c columns, b sequences, n padded tokens of a rank, Hq query and Hkv
 key/value heads, D size of a query or key head, E of a value head, e bytes of an element, s bytes of a log-sum-exp.

@@ -124,7 +124,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
 
 
 def quantized(found: Iterable[Collective]) -> QuantizedTraffic | None:
-    """What travels quantized among some collectives; None where all are exact."""
+    """Totals of the quantized ones among some collectives; None where all are exact."""
     items = [c for c in found if c.format is not None]
     if not items:
         return None

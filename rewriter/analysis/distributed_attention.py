@@ -27,7 +27,7 @@ class DistributedAttention(ABC):
 
     @abstractmethod
     def travels(self, plan: SequencePlan) -> str:
-        """What ranks send each other, in words."""
+        """Description of what ranks send each other."""
 
     @abstractmethod
     def messages(self, plan: SequencePlan, shape: AttentionShape, tokens: int, moving: bool) -> list[AttentionMessage]:
@@ -42,7 +42,7 @@ class DistributedAttention(ABC):
         return plan.overlap
 
     def why_not_overlap(self, plan: SequencePlan) -> str:
-        """Why a plan with the other `overlap` does not exist."""
+        """Reason why a plan with the other `overlap` does not exist."""
         return f"{plan} has nothing to overlap"
 
 
@@ -157,7 +157,7 @@ ALGORITHMS: Mapping[SequenceKind, DistributedAttention] = {
 
 
 def impossible(plan: SequencePlan, shape: AttentionShape) -> str | None:
-    """Why attention of this shape cannot run so, in words; None if it can."""
+    """Reason why attention of this shape cannot run so; None if it can."""
     heads, rows, columns = plan.grid
     if shape.q_heads % heads:
         return f"heads={heads} does not divide {shape.q_heads} query heads"

@@ -1,4 +1,4 @@
-"""Which part of a tensor belongs to which indivisible unit (a head, a channel), followed through glue.
+"""Labels: the indivisible unit (a head, a channel) that each part of a tensor belongs to, followed through glue.
 
 A label tensor has the shape of a node's value with dynamic dimensions (batch, length) taken as 1; it holds one unit
 number per element, or -1 where the value is the same for all units. Movement operators are run on label tensors
@@ -25,7 +25,7 @@ _ON_LABELS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Unsplittable(Exception):
-    """Why a body cannot be split, in words."""
+    """A body cannot be split; the message says why."""
 
 
 def dynamic(size: Any) -> bool:

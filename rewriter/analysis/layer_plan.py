@@ -225,7 +225,7 @@ def _crossing(graph: fx.Graph, layers: int, local: set[fx.Node]) -> list[tuple[s
 
 
 def _said(node: fx.Node, newest: int, local: set[fx.Node]) -> str:
-    """What crosses from layer to layer: "x", "x of 1 block before", "mlp's sum, on its way", "mlp's sum"."""
+    """A value that crosses from layer to layer: "x", "x of 1 block before", "mlp's sum, on its way", "mlp's sum"."""
     own = "this rank's own " if node in local and node.target is not ops.all_reduce_start else ""
     if in_stream(node):
         age = newest - stream_index(node)

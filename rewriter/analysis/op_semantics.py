@@ -1,4 +1,4 @@
-"""What every operator of a graph does: one table for all analyses.
+"""Meaning of every operator of a graph: one table for all analyses.
 
 `TABLE` has a row per operator: an ATen overload, a function of `rewriter.ops`, of Python's `operator`, or of torch. A
 row names the operator's kind, and what its arguments mean where torch's schema does not say it: which ones carry the
@@ -219,7 +219,7 @@ def kind_of(node: fx.Node) -> Kind | None:
 
 
 def function_of(node: fx.Node) -> str:
-    """What a node computes, as the table names it; "" where no reader has to know."""
+    """Name of the function that a node computes; "" where no reader has to know."""
     row = operator_of(node)
     return "" if row is None else row.function
 

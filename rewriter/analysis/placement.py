@@ -1,4 +1,4 @@
-"""How one body is split over ranks: entry projections by output (heads whole), exit projections by input.
+"""Splits one body over ranks: entry projections by output (heads whole), exit projections by input.
 
 The result is a body of local sizes whose output is Partial: the sum over ranks is the original output. Values are
 Replicated, Shard(dim) or Partial. The walk is here: it finds the exits, labels the units of attention and of the exits,

@@ -1,4 +1,4 @@
-"""What becomes of each kind of node when its values are split over ranks: one rule per kind.
+"""Rules for nodes whose values are split over ranks: one rule per kind of node.
 
 A rule reads which values are sharded, partial or local (`PlacementState`), edits the graph in place, and raises
 Unsplittable with the reason in words. A replicated value that enters rank-local computation passes `copy_to_group`,
@@ -164,7 +164,7 @@ def _split_bias(state: PlacementState, node: fx.Node) -> None:
 
 
 def _take_own(state: PlacementState, node: fx.Node) -> None:
-    """What every rank stacks of whole values, and of which it needs its own part: parameters of single heads."""
+    """Stacks of whole values of which a rank needs its own part: parameters of single heads."""
     dim, ranges = split = state.sharded.pop(node)
     state.local.discard(node)
     users, whole, size = list(node.users), node, int(value_of(node).shape[dim])

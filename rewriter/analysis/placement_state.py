@@ -1,4 +1,4 @@
-"""What is known while one body is split over ranks: unit labels, shards, partial sums, and the graph that is edited."""
+"""State while one body is split over ranks: unit labels, shards, partial sums, and the graph that is edited."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PlacementState:
         return None if dim is None else (dim, self.units.ranges(_profile(labels, dim)))
 
     def shard(self, node: fx.Node) -> Shard:
-        """How the sharded value of a node is split, as a parameter is."""
+        """The split of a node's sharded value, in the form of a parameter's."""
         return Shard(*self.sharded[node], shared=self.shared(node))
 
     def shared(self, node: fx.Node) -> bool:
@@ -70,7 +70,7 @@ class PlacementState:
         return labels is not None and self.units.shared(labels.flatten())
 
     def copies(self, node: fx.Node) -> int | None:
-        """How many ranks hold each element of a reduction's input; None when that differs."""
+        """Number of ranks that hold each element of a reduction's input; None when that differs."""
         labels = self.labels.of.get(args_of(node)[0])
         return 1 if labels is None else self.units.copies(labels.flatten())
 

@@ -32,7 +32,7 @@ def reads(block: BlockPlan) -> str:
 
 
 def _sum(block: BlockPlan) -> str:
-    """What becomes of the sum over ranks of what a block computes."""
+    """Fate of the sum over ranks of a block's output."""
     if block.reduction == "hidden":
         return f"behind {block.meanwhile} block{'s' * (block.meanwhile > 1)}"
     return {"none": "–", "exposed": "at once", "dropped": "left out"}[block.reduction]

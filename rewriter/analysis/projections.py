@@ -21,7 +21,7 @@ _LAYOUT = {"Linear": ("in_features", "out_features", 0), "Conv1D": ("nx", "nf", 
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is split: per rank, ranges of the full tensor along `dim`."""
+    """Split of a parameter: per rank, ranges of the full tensor along `dim`."""
 
     dim: int
     ranges: tuple[Ranges, ...]
@@ -84,7 +84,7 @@ def row_parallel(leaf: Leaf, ranges: tuple[Ranges, ...]) -> tuple[Leaf, dict[str
 
 
 def held(ranges: tuple[Ranges, ...]) -> int:
-    """How many elements a rank holds; all hold equally many."""
+    """Number of elements that a rank holds; all hold equally many."""
     return sum(b - a for a, b in ranges[0])
 
 

@@ -1,4 +1,4 @@
-"""What one rank holds: parameters, keys and values per token, and the largest temporaries per token.
+"""Memory of one rank: parameters, keys and values per token, and the largest temporaries per token.
 
 An estimate for planning, not a profile: temporaries are the logits (every rank gathers the full vocabulary), the values
 that the projections of the widest block make at once, and the residual stream.
@@ -31,7 +31,7 @@ class RankMemory:
 
 
 def memory(program: Program) -> RankMemory:
-    """What one rank of `program` holds, in the dtype that the config says."""
+    """Memory of one rank of `program`, in the dtype that the config says."""
     size = model_dtype_bytes(program)
     full = sum(math.prod(p.full_shape or p.shape) for p in program.parameters.values())
     local = sum(math.prod(p.shape) for p in program.parameters.values())

@@ -190,7 +190,7 @@ def _branch(
 
 
 def read_index(node: fx.Node) -> int | None:
-    """Which stream value a node is, or stands for where a block reads it; None for every other node."""
+    """Index of the stream value that a node is, or stands for where a block reads it; None for every other node."""
     return marks(node).reads if marks(node).stream is None else marks(node).stream
 
 

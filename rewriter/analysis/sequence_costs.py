@@ -1,4 +1,4 @@
-"""What a plan for sequence-sharded attention holds on a rank and how long it takes: estimates from its messages.
+"""Memory and time of a plan for sequence-sharded attention on a rank, estimated from its messages.
 
 Symbols as in `attention_shape`. Memory counts the tensors of the algorithms, not what transports copy. Time is the α-β
 model of `rewriter.fabric` and the arithmetic at the device's rate; work is equal on all ranks, which cyclic and zigzag
@@ -44,7 +44,7 @@ class AttentionSeconds:
 
 
 def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> AttentionMemory:
-    """What one layer's attention holds, every rank alike.
+    """Memory of one layer's attention on every rank.
 
     Without overlap, forward peaks with q, k and v gathered and the partial outputs made of them, backward with q, o,
     do, log-sum-exp, k and v gathered and gradients in the accumulation dtype. With overlap, k, v and their gradients
@@ -89,7 +89,7 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> AttentionM
 def channels(
     plan: SequencePlan, fabric: Fabric, links: Mapping[Axis, Link] | None = None, tensor_parallel: int = 1
 ) -> dict[Axis, Channel]:
-    """What each axis of the grid talks through. `links` gives an axis its own link instead of the fabric's; the
+    """Links of each axis of the grid. `links` gives an axis its own link instead of the fabric's; the
     transposition takes the slower of its row's and its column's."""
     given = dict(links or {})
     of_plane = [given[axis] for axis in ("row", "column") if axis in given]

@@ -1,4 +1,4 @@
-"""How a program's tokens are sharded, and the attention that has to find the keys of the others."""
+"""Sharding of a program's tokens, and the attention that has to find the keys of other ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
 
 
 def planning(program: Program, tokens: int | None = None) -> Setting:
-    """What plans for a program are compared for, wherever they are: on one fabric, within its device's memory.
+    """Setting that a program's plans are compared in: one fabric, within its device's memory.
 
     Without `tokens`, for the positions that the model has, of which more than TOKENS are not planned for.
     """

@@ -1,4 +1,4 @@
-"""Which plan for attention over sequence-sharded tokens is best: all that can run, with bytes, memory and time."""
+"""Plans for attention over sequence-sharded tokens: all that can run, ranked, with bytes, memory and time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = 131_072  # for a caller who knows no length: the longest of the paper's
 
 @dataclass(frozen=True)
 class Setting:
-    """What plans are compared for.
+    """The setting that plans are compared in.
 
     `links` gives axes of the grid their own link instead of the fabric's. `tensor_parallel` ranks stand beside
     each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last. Without
@@ -65,7 +65,7 @@ class PlanCost:
 
     @property
     def distance(self) -> float:
-        """How many times the least bytes the plan sends; 1 where there is nothing to send."""
+        """Bytes the plan sends, in multiples of the least possible; 1 where there is nothing to send."""
         if not self.wire.total:
             return 1.0
         return self.wire.total / self.bound.total if self.bound.total else math.inf
@@ -151,12 +151,12 @@ def candidates(ranks: int) -> Iterator[SequencePlan]:
 
 
 def why_not(plan: SequencePlan, shape: Shapes) -> str | None:
-    """Why attention of these layers cannot run so; None if it can."""
+    """Reason why attention of these layers cannot run so; None if it can."""
     return next((reason for one in _several(shape) if (reason := impossible(plan, one)) is not None), None)
 
 
 def cost(plan: SequencePlan, shape: Shapes, setting: Setting | None = None) -> PlanCost:
-    """What one plan costs. Raises RewriterError if it is impossible."""
+    """Cost of one plan. Raises RewriterError if it is impossible."""
     setting = setting or Setting()
     through = channels(plan, setting.fabric, setting.links, setting.tensor_parallel)
     rank, tokens, training, device = slowest(plan), setting.tokens, setting.training, setting.fabric.device

@@ -1,4 +1,4 @@
-"""What operators do to the tokens that elements belong to.
+"""Effect of operators on the tokens that elements belong to.
 
 A value is described by its *owners*: an int64 tensor of its shape, per element the token of a sequence that it belongs
 to, −1 for none. Movement is run on owners literally; what computes with several elements needs owners that
@@ -20,7 +20,7 @@ Owners = torch.Tensor
 
 
 class Mixed(Exception):
-    """Why a value does not belong to one token, in words that go on from the operator's name."""
+    """Reason why a value does not belong to one token: a clause that follows the operator's name."""
 
 
 class Count(int):
@@ -147,7 +147,7 @@ def applied(target: Any, args: Sequence[Any], kwargs: dict[str, Any], integral: 
 
 
 def flat(value: Any) -> list[Any]:
-    """What dicts, lists and tuples inside each other hold."""
+    """Leaves of nested dicts, lists and tuples."""
     if isinstance(value, dict):
         value = list(value.values())
     return [x for v in value for x in flat(v)] if isinstance(value, (list, tuple)) else [value]

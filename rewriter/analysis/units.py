@@ -1,4 +1,4 @@
-"""Which rank holds which units: query heads and channels in equal runs, key/value heads where their queries are."""
+"""Units of every rank: query heads and channels in equal runs, key/value heads where their queries are."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Units:
         return sum(u in units for held in self.held for u in held) > len(units)
 
     def copies(self, profile: torch.Tensor) -> int | None:
-        """How many ranks hold each element with these labels; None when some are held more often than others."""
+        """Number of ranks that hold each element with these labels; None when some are held more often than others."""
         held = Counter(u for units in self.held for u in units)
         counts = {held[u] for u in set(profile.tolist()) - {-1}}
         return counts.pop() if len(counts) == 1 else None

@@ -1,4 +1,4 @@
-"""What analyses and passes have found out about a node of a graph: one typed, frozen record per node.
+"""Marks: facts about a node of a graph, by analyses and passes: one typed, frozen record per node.
 
 A record is replaced, never changed, so that copies of graphs may share it. Nodes without one have the default record.
 """
@@ -19,7 +19,7 @@ UNSCHEDULED: Literal["unscheduled"] = "unscheduled"
 
 @dataclass(frozen=True)
 class Mode:
-    """How a block of the residual stream is wired. The pass that wires it so declares it, beside its own code.
+    """Wiring of a block of the residual stream. The pass that wires it so declares it, beside its own code.
 
     `sentence` says it in a card and in generated code, without a subject.
     `prefix` begins the name of a class of such layers in a runtime module.

@@ -1,4 +1,4 @@
-"""What a Program consists of: two levels of torch.fx graphs, parameters as expressions over checkpoint tensors.
+"""Parts of a Program: two levels of torch.fx graphs, parameters as expressions over checkpoint tensors.
 
 *Wiring* (`graph`): one graph over the whole model. Nodes call the direct children of each decoder layer (norms,
 attention, MLP, experts) and the modules around the layers; between them stand the residual adds and, after the passes
@@ -118,7 +118,7 @@ def parameters_of(module: Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class PythonCall:
-    """How the source's layer calls a child in Python, for printing a Hugging Face layer from the wiring.
+    """The call of a child in the source's layer, in Python, for printing a Hugging Face layer from the wiring.
 
     `args` and `kwargs` are trees whose leaves are constants, `Input(i)` (the node's i-th argument) or `LayerArgument`.
     `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned tuple.
@@ -155,7 +155,7 @@ class LayerSource:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a program came from: the model, its classes, and what of transformers its wiring was read from.
+    """Origin of a program: the model, its classes, and what of transformers its wiring was read from.
 
     `layer_class` and what follows from it are those of the first layer. `layer_classes` are all, the first one's
     first, and `layer_kinds` says of every layer which it is; `absent` are the arguments that each layer was traced
@@ -232,7 +232,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did, a sentence per effect, kept in the manifest. `rewrite` is the pass, a frozen dataclass of its
+    """Record of one pass: a sentence per effect, kept in the manifest. `rewrite` is the pass, a frozen dataclass of its
     options. `fired` is False when it found nothing to change; `summary` then says why."""
 
     rewrite: Any
@@ -260,7 +260,7 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class ProgramData:
-    """What a Program holds; `Program` adds editing and printing.
+    """Data of a Program; `Program` adds editing and printing.
 
     `mesh` maps axis names to sizes ({"tp": 8}); empty on one device. `ties` maps an alias to the parameter it shares.
     `history` says what the passes did.

@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass whose fields are its options, and `apply(program) -> Program`.
+"""The interface of a pass: a frozen dataclass whose fields are its options, and `apply(program) -> Program`.
 
 What the rest of the package has to know of a pass, the pass declares here; nothing else names one.
 """
@@ -28,7 +28,7 @@ LayerModes = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Request:
-    """What a pass needs measured on real weights before it is applied.
+    """A measurement on real weights that a pass needs before it is applied.
 
     `kind` is one of `rewriter.convert.pass_measurements`. `option` takes the result; the pass has an option
     `measured_on` too, which says on what, or why nothing was measured. Where the weights cannot be run, the error says
@@ -105,7 +105,7 @@ class Pass(ABC):
         return [] if layers is None else [set(resolve(layers, count))]
 
     def shrunken(self, kept: Sequence[int], count: int, plan: SequencePlan | None = None) -> Sequence[Pass]:
-        """What it becomes on a shrunken copy of a model of `count` layers, which has the `kept` ones alone.
+        """The passes that stand for it on a shrunken copy of a model of `count` layers, the `kept` ones alone.
 
         `plan` is how ranks share the tokens of a sequence, if they do.
         """
@@ -117,7 +117,7 @@ class Pass(ABC):
 
 
 def places_of(chosen: Collection[int], kept: Sequence[int]) -> list[int]:
-    """Where the chosen layers stand among those that are kept."""
+    """Places of the chosen layers among those that are kept."""
     return [place for place, layer in enumerate(kept) if layer in chosen]
 
 
@@ -152,7 +152,7 @@ def bound_ranks(program: Program) -> int | None:
 
 
 def single_device(program: Program) -> Program:
-    """What the adapted checkpoint computes: the program with its passes of scope "model" alone, on one device.
+    """The program that the adapted checkpoint computes: with its passes of scope "model" alone, on one device.
 
     A program that is bound to its ranks stays sharded: what each rank holds has to be computed. Passes of scope
     "runtime" that only schedule communication are left out there too.

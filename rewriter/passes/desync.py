@@ -141,7 +141,7 @@ class Desync(Pass):
         return modes
 
     def _kept(self, run: Sequence[Block], modules: Mapping[str, Module]) -> dict[int, bool]:
-        """Of each block of a run that reduces, whether its reduction is kept."""
+        """By block of a run that reduces: whether its reduction is kept."""
         reducing = [b for b in run if split_writes(b, modules, self.name)[0]]
         if self.n is not None:
             kept = {b.index: (i + 1) % self.n == 0 for i, b in enumerate(reducing)}

@@ -82,7 +82,7 @@ def entry_groups(graph: fx.Graph, modules: Mapping[str, Module]) -> Iterator[lis
 
 
 def why_apart(leaves: Sequence[Leaf]) -> str | None:
-    """Why projections of one value cannot be one; None when they can."""
+    """Reason why projections of one value cannot be one; None when they can."""
     if len({leaf.kind for leaf in leaves}) > 1:
         return f"they are {' and '.join(sorted({leaf.kind for leaf in leaves}))}"
     if len({"bias" in leaf.parameters for leaf in leaves}) > 1:

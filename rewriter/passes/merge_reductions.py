@@ -75,7 +75,7 @@ def _merge(root: fx.Node) -> int:
 
 
 def _wire(reduction: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a sum travels: its mesh axis, and its format where it is quantized."""
+    """The mesh axis of a sum, and its format where it is quantized."""
     return reduction.args[1:], dict(reduction.kwargs)
 
 
@@ -90,7 +90,7 @@ def _reduction(term: fx.Node) -> fx.Node | None:
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:
-    """What `node` multiplies by a number."""
+    """The value that `node` multiplies by a number."""
     scales = node.op == "call_function" and function_of(node) == "mul" and len(node.args) == 2 and not node.kwargs
     numbers = [a for a in node.args if isinstance(a, (int, float))]
     return node.all_input_nodes[0] if scales and len(numbers) == 1 else None

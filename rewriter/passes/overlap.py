@@ -90,7 +90,7 @@ def _last_start(graph: fx.Graph) -> dict[fx.Node, int]:
 
 @dataclass
 class _Stretch:
-    """What a layer computes up to a reduction, and that reduction."""
+    """Nodes of a layer up to a reduction, and that reduction."""
 
     nodes: list[fx.Node]
     end: fx.Node

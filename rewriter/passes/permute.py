@@ -146,7 +146,7 @@ def inverse(order: Sequence[int]) -> tuple[int, ...]:
 
 
 def moved_units(ranks: str) -> int:
-    """How many units go to another rank than by their order on disk."""
+    """Number of units that go to another rank than by their order on disk."""
     return sum(a != b for a, b in zip(ranks, sorted(ranks, key=DIGITS.index), strict=True))
 
 

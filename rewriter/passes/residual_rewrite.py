@@ -1,4 +1,4 @@
-"""What residual rewrites have in common: the partials of a write, and what each block reads.
+"""Functions that residual rewrites share: partials of a write, and what each block reads.
 
 The mode of a block (`rewriter.ir.marks.Mode`) is a mark on the stream value that it writes. `settle_reads` derives
 from the marks alone what each block reads, so that passes may come in any order and mix freely.
@@ -91,7 +91,7 @@ def is_normed(write: fx.Node) -> bool:
 
 
 def made_of(write: fx.Node, value: fx.Node, **other_marks: Any) -> fx.Node:
-    """What a reduced `write` makes of its sum, made of `value` in its place: multiples and norms, where the graph
+    """The nodes of a reduced `write` after its sum, applied to `value` instead: multiples and norms, where the graph
     inserts."""
     if write.target is ops.all_reduce:
         return value
@@ -105,7 +105,7 @@ def made_of(write: fx.Node, value: fx.Node, **other_marks: Any) -> fx.Node:
 
 
 def partial_of(write: fx.Node, block: Block) -> fx.Node:
-    """What this rank adds by itself for a reduced `write`: the same, made of its own part of the sum.
+    """This rank's own contribution in place of a reduced `write`: the same, made of its own part of the sum.
 
     A norm gives its result a size of its own, so that of a part stands for all of the write.
     """
@@ -120,7 +120,7 @@ def part_of(write: fx.Node) -> fx.Node:
 
 
 def travel_of(write: fx.Node) -> dict[str, Any]:
-    """How the sum in a write travels: the options of its all-reduce, none where it is exact."""
+    """Options of the all-reduce in a write: its format, none where it is exact."""
     return dict(_sum_in(write).kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Which layers a pass touches: `upper-half`, `all`, `last:16`, `first:4`, `12-31`, `7` or `[1, 5, 9]`.
+"""Selections of layers: `upper-half`, `all`, `last:16`, `first:4`, `12-31`, `7` or `[1, 5, 9]`.
 
 Parts of a model by name: the halves `lower-half` and `upper-half`, and the two quarters of the upper half,
 `third-quarter` and `last-quarter`. They join without a gap, whatever the number of layers.

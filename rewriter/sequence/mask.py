@@ -1,4 +1,4 @@
-"""What a mask rule means to everybody who uses one: which keys a query sees, and what follows from that."""
+"""Mask rules: the keys that a query sees, and what follows from that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MaskKind = Literal["causal", "window", "chunk", "bidirectional"]
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Which keys a query sees, as a rule over positions instead of a materialised mask.
+    """The keys that a query sees, as a rule over positions instead of a materialised mask.
 
     Positions count from the first valid token of a row, so left padding shifts nothing.
 

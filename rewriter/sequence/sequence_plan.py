@@ -22,7 +22,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class KindFacts:
-    """What compiler and runtime both need of a kind. `grid`: the only one that P ranks can have, None where there are
+    """A kind of plan, for compiler and runtime. `grid`: the only one that P ranks can have, None where there are
     several; `called` names such ranks."""
 
     layout: LayoutName
@@ -39,7 +39,7 @@ KINDS: Mapping[SequenceKind, KindFacts] = {
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """How the tokens of a sequence are sharded over the ranks of an axis, and how attention finds the other keys.
+    """Sharding of a sequence's tokens over the ranks of an axis, and how attention finds the keys of other ranks.
 
     `grid` is (heads, rows, columns): all-to-all by heads over the first, then queries gathered within a row and keys
     and values within a column (Attention2D, arXiv 2503.15758). (1, P, 1) of kind attention2d gathers keys and values

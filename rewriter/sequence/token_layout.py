@@ -1,4 +1,4 @@
-"""Which tokens each rank of a sequence axis holds: arithmetic progressions of positions, so that every tile of scores
+"""Tokens of each rank of a sequence axis: arithmetic progressions of positions, so that every tile of scores
 is one of queries and keys at known positions.
 
 Sequences are padded at the right to a multiple of the number of ranks (twice that for zigzag), so that all ranks hold

@@ -1,4 +1,4 @@
-"""Which heads and channels belong on one rank, measured on real weights: what `permute` is given.
+"""Heads and channels that belong on one rank, measured on real weights: the input of `permute`.
 
 Where a rank has its own residual, each unit u (a head, a channel) reads a value x_r that lacks what
 other ranks have added, instead of x. Its block's output is then wrong by Σ_u (h_u(x_r(u)) − h_u(x)) W_u: h_u are the

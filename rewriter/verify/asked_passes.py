@@ -1,4 +1,4 @@
-"""What a program is verified as: the passes that its recipe asks for, and not what they recorded of themselves."""
+"""The passes that a recipe asks for, which a program is verified as, and not what they recorded of themselves."""
 
 from __future__ import annotations
 

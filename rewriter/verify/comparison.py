@@ -1,4 +1,4 @@
-"""When two models compute the same: the figure, its limit, and where they differ most."""
+"""Comparison of two models' results: the figure, its limit, and where they differ most."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Check:
 
 @dataclass
 class Verification:
-    """What was compared and found equal, and in words what was not compared and why."""
+    """Comparisons that held, and notes on what was not compared and why."""
 
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

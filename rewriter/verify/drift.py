@@ -1,4 +1,4 @@
-"""How far a rewritten model is from the original, on real weights and text; and golden logits from the same weights."""
+"""Drift of a rewritten model from the original, on real weights and text; and golden logits from the same weights."""
 
 from __future__ import annotations
 
@@ -224,13 +224,13 @@ def largest_parameter(program: Program) -> int:
 
 
 def too_large(program: Program, copies: int = 1) -> str | None:
-    """Why the real weights cannot be computed with here, in words; None when they fit into half of the free memory."""
+    """Reason why the real weights cannot be computed with here; None when they fit into half of the free memory."""
     shortage = memory_shortage(copies * parameter_count(program))
     return shortage and f"the real weights were not run: in fp32 they take {shortage}"
 
 
 def memory_shortage(elements: int) -> str | None:
-    """What so many fp32 numbers take and what is free, in words; None when they fit into half of the free memory."""
+    """Message on the memory that fp32 numbers take and what is free; None when they fit into half of the free memory."""
     needed, free = 4 * elements, available_memory()
     return None if needed <= free / 2 else f"{needed / 1e9:.1f} GB, and half of the free memory is {free / 2e9:.1f} GB"
 

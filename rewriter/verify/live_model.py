@@ -90,7 +90,7 @@ class Host:
     def call(
         self, path: str, opaque: Opaque, inputs: list[torch.Tensor], parameters: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """What the module at `path` computes with these parameters, given `inputs` in the places of the wiring's."""
+        """Result of the module at `path` with these parameters, given `inputs` in the places of the wiring's."""
         tree: Any = self.calls[path]
         for place, value in zip(opaque.places, inputs, strict=True):
             tree = _replaced(tree, place, value)

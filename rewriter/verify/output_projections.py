@@ -64,7 +64,7 @@ def exit_shares(path: str, module: nn.Module, hidden: int) -> Iterator[Share]:
 
 
 def _input_dim(path: str, module: nn.Module, weight: torch.Tensor, hidden: int) -> int | None:
-    """Which dimension of an exit's weight its input has; None when its output is not the stream."""
+    """The input dimension of an exit's weight; None when its output is not the stream."""
     if weight.ndim == 2:
         turned = type(module).__name__ == "Conv1D"  # [in, out], not [out, in]
         if hidden not in weight.shape:
@@ -137,7 +137,7 @@ class Shares:
                 )
 
     def _writes(self, model: PreTrainedModel, split: Sequence[int]) -> list[torch.Tensor]:
-        """What `model`, whose blocks read what they read in the other run, writes; of `split` blocks without norms."""
+        """Writes of `model`, whose blocks read what they read in the other run; of `split` blocks without norms."""
         with ExitStack() as stack:
             for path in (path for b in split for path in self.norms[b]):
                 norm = model.get_submodule(path)

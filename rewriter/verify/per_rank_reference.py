@@ -46,7 +46,7 @@ Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 
 @dataclass(frozen=True)
 class LayerMode:
-    """What a layer is. `keep` and `resync` are about desync, `norm` about parallel layers.
+    """Mode of a layer. `keep` and `resync` are about desync, `norm` about parallel layers.
 
     `keep` says per block of the layer whether its reduction is kept. `norm` is whose entry norm serves all blocks of
     the layer: the "attention"'s (the first block), the "mlp"'s (the last), or each its "own".
@@ -125,7 +125,7 @@ class PerRankReference:
 
 @dataclass(frozen=True)
 class _Step:
-    """What is done in a block: it reads the stream as it was before block `since`, with the rank's own parts of the
+    """Rule of a block: it reads the stream as it was before block `since`, with the rank's own parts of the
     blocks from there if `own`; `split` says that the rank's copy writes its part only."""
 
     mode: LayerMode

@@ -1,4 +1,4 @@
-"""What sums over ranks, and keys and values, are when they travel quantized: every rank's steps, in one process."""
+"""Sums over ranks, and keys and values, that travel quantized: every rank's steps, in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rewriter.kernels import dequantize_rows, parse_format, quantize_rows, slice
 
 
 def quantized_sum(parts: Sequence[torch.Tensor], format: str, min_bytes: int = 0) -> torch.Tensor:
-    """What all ranks hold after the all-reduce of `parts`, one tensor a rank; see `rewriter.ops.all_reduce`.
+    """Result of the all-reduce of `parts`, one tensor a rank; see `rewriter.ops.all_reduce`.
 
     The gradient of every part is the result's, as it is of an exact sum. Parts in fp64 travel as fp32.
     """

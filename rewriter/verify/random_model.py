@@ -69,7 +69,7 @@ def randomize(model: PreTrainedModel, strength: float = 1.0) -> None:
 
 @torch.no_grad()
 def amplification(model: PreTrainedModel, config: PreTrainedConfig, length: int) -> float:
-    """How many times larger a relative error of 1e-6 in the embeddings is in the logits of `length` random tokens."""
+    """Factor by which a relative error of 1e-6 in the embeddings grows in the logits of `length` random tokens."""
     embedding, ids = model.get_input_embeddings().weight, random_ids(config, length)
     kept, noise = embedding.clone(), torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=ids, use_cache=False).logits

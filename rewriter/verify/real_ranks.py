@@ -1,4 +1,4 @@
-"""What ranks compute from the real weights, as they were written, against the source: part of every verification."""
+"""Ranks on the real weights, as they were written, against the source: part of every verification."""
 
 from __future__ import annotations
 

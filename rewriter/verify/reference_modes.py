@@ -1,4 +1,4 @@
-"""Which independent reference a list of passes is verified with: what each of them declares, as modes of layers.
+"""The independent reference that a list of passes is verified with: what each declares, as modes of layers.
 
 A pass says what each layer has to be (`Pass.reference_modes`), and the reference computes that by itself; or it brings
 an oracle. Nothing here imports the analyses or the passes, nor their code by another way: they are what is checked.
@@ -26,7 +26,7 @@ from rewriter.verify.simulate import load_weights
 
 @dataclass
 class Reference:
-    """What a rewritten program has to compute. `exact` says that it is the unmodified model itself.
+    """The model that a rewritten program has to equal. `exact` says that it is the unmodified model itself.
 
     `passes` are the approximating ones; `whole` are the paths of the modules that every rank computes in full.
     `reordered` are the weights, by runtime name, whose heads and channels a pass put in another order: which of them a

@@ -1,4 +1,4 @@
-"""What dropping one attention reduction costs, layer by layer, on real weights: what `drop_sync` chooses its layers by.
+"""Cost of dropping one attention reduction, layer by layer, on real weights: `drop_sync` chooses its layers by it.
 
 Each layer's drop alone is compared with the original. What comes before that layer is the same in both, so it is
 computed once for all layers. Only that layer is computed rank by rank: after it the ranks agree again, and what

@@ -313,7 +313,7 @@ class Simulator:
 
 
 def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What a leaf computes from its input and its own (local) parameters; row-parallel ones leave out the bias."""
+    """Result of a leaf from its input and its own (local) parameters; row-parallel ones leave out the bias."""
     if leaf.kind == "Dropout":
         return x  # the trace is in eval mode
     weight, bias = parameters["weight"], parameters.get("bias")

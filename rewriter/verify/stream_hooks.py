@@ -79,7 +79,7 @@ class Ledger:
         self.values.append(carry(self.values[value]) + written)
 
     def read(self, value: int) -> torch.Tensor:
-        """What a reader of stream value number `value` is given."""
+        """The tensor that a reader of stream value number `value` is given."""
         return self.source(self.values, value)
 
 
