@@ -95,7 +95,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     size = model_dtype_bytes(program)
     shapes = wiring_shapes(program)
     overlapped = hidden_starts(program.graph, program.modules)
-    found: list[Collective] = []
+    sent_values: list[Collective] = []
     inside: dict[int, tuple[tuple[int, int], ...]] = {}
     for node in program.graph.nodes:
         layer = marks(node).layer
@@ -111,7 +111,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             exact = width * size
             sent = exact if format is None else _payload_per_token(width, format)
             hidden, path = node in overlapped, producer(node)
-            found.append(Collective(kind, place, path, layer, index, width, sent, hidden, exact, **options))
+            sent_values.append(Collective(kind, place, path, layer, index, width, sent, hidden, exact, **options))
         elif node.op == "call_module":
             module = program.modules[str(node.target)]
             if id(module) not in inside:
@@ -119,13 +119,13 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             where: Place = "inside a block" if layer is not None else "other"
             path = str(node.target)
             for width, nbytes in inside[id(module)]:
-                found.append(Collective("all-reduce", where, path, layer, index, width, nbytes, False, nbytes))
-    return tuple(found)
+                sent_values.append(Collective("all-reduce", where, path, layer, index, width, nbytes, False, nbytes))
+    return tuple(sent_values)
 
 
-def quantized(found: Iterable[Collective]) -> QuantizedTraffic | None:
+def quantized(collectives: Iterable[Collective]) -> QuantizedTraffic | None:
     """Totals of the quantized ones among some collectives; None where all are exact."""
-    items = [c for c in found if c.format is not None]
+    items = [c for c in collectives if c.format is not None]
     if not items:
         return None
     first = items[0]
@@ -151,9 +151,9 @@ def _payload_per_token(width: int, name: str) -> int:
     return -(-width * (format.block * format.bits + 16) // (8 * format.block))
 
 
-def summary(found: Iterable[Collective]) -> CollectiveTraffic:
+def summary(collectives: Iterable[Collective]) -> CollectiveTraffic:
     """Counts and bytes of some collectives together."""
-    items = list(found)
+    items = list(collectives)
     exposed = [c for c in items if not c.hidden]
     return CollectiveTraffic(
         len(items),
@@ -164,15 +164,15 @@ def summary(found: Iterable[Collective]) -> CollectiveTraffic:
     )
 
 
-def by_place(found: Iterable[Collective]) -> dict[str, CollectiveTraffic]:
+def by_place(collectives: Iterable[Collective]) -> dict[str, CollectiveTraffic]:
     """The same per place: blocks, inside of blocks, embedding, head."""
-    items = list(found)
+    items = list(collectives)
     return {place: summary(c for c in items if c.place == place) for place in dict.fromkeys(c.place for c in items)}
 
 
-def by_layer(found: Iterable[Collective]) -> Mapping[int, CollectiveTraffic]:
+def by_layer(collectives: Iterable[Collective]) -> Mapping[int, CollectiveTraffic]:
     """The same per decoder layer."""
-    items = list(found)
+    items = list(collectives)
     layers = sorted({c.layer for c in items if c.layer is not None})
     return {layer: summary(c for c in items if c.layer == layer) for layer in layers}
 

@@ -202,10 +202,10 @@ def messages(plan: SequencePlan, shape: AttentionShape, tokens: int, rank: int) 
 
 def wire_bytes(plan: SequencePlan, shape: AttentionShape, tokens: int, rank: int) -> WireBytes:
     """Bytes that `rank` receives in one layer, forward and backward; exact. Raises RewriterError as `messages` does."""
-    found = messages(plan, shape, tokens, rank)
+    sent = messages(plan, shape, tokens, rank)
     return WireBytes(
-        sum(m.nbytes for m in found if not m.backward),
-        sum(m.nbytes for m in found if m.backward),
+        sum(m.nbytes for m in sent if not m.backward),
+        sum(m.nbytes for m in sent if m.backward),
     )
 
 

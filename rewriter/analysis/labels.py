@@ -104,11 +104,13 @@ class Labels:
                 count = int(torch.tensor(shape).prod())
                 index = torch.arange(count).reshape(shape)
                 moved = self._move(node, {source: index}.get)
-                found = torch.full((count,), -1)
+                source_labels = torch.full((count,), -1)
                 inside = (moved >= 0) & (labels >= 0)
-                found[moved[inside]] = labels[inside]
-                found[moved[inside][found[moved[inside]] != labels[inside]]] = -1  # one element read as several units
-                self.set(source, found.reshape(shape))
+                places = moved[inside]
+                source_labels[places] = labels[inside]
+                # one element read as several units
+                source_labels[places[source_labels[places] != labels[inside]]] = -1
+                self.set(source, source_labels.reshape(shape))
         elif kind_of(node) == "normalization":
             self.set(args_of(node)[0], labels)
         elif is_pointwise(node):
@@ -132,8 +134,8 @@ class Labels:
         def concrete(n: fx.Node) -> Any:
             if not is_tensor(n):
                 return 1  # a dynamic size
-            found = label(n)
-            return torch.full(reduced_shape(value_of(n)), -1) if found is None else found
+            known = label(n)
+            return torch.full(reduced_shape(value_of(n)), -1) if known is None else known
 
         if node.target is operator.getitem:
             inner = args_of(node)[0]

@@ -62,11 +62,11 @@ def permutable_units(program: Program) -> list[PermutableUnits]:
     """
     if any(parameter.ranges is not None for parameter in program.parameters.values()):
         raise RewriterError("heads and channels are reordered before they are split: put it before tensor_parallel")
-    found = [*_bodies(program), *_chains(program)]
+    blocks = [*_bodies(program), *_chains(program)]
     order = {str(n.target): i for i, n in enumerate(program.graph.nodes) if n.op == "call_module"}
-    users = Counter(name for block in found for name in block.places)
+    users = Counter(name for block in blocks for name in block.places)
     result = []
-    for block in sorted(found, key=lambda block: order[block.path]):
+    for block in sorted(blocks, key=lambda block: order[block.path]):
         shared = [name for name in block.places if users[name] > 1 or name in program.ties.values()]
         if block.reason is None and shared:
             block = _fixed(block.path, block.layer, block.heads, f"it shares {shared[0]} with another module")
@@ -133,12 +133,12 @@ def _chains(program: Program) -> Iterator[PermutableUnits]:
         assert isinstance(leaf, Leaf)
         count = inputs_of(leaf)
         entries = {str(node.target): program.modules[str(node.target)] for node in chain.entries}
-        leaves = {entry: found for entry, found in entries.items() if isinstance(found, Leaf)}
+        leaves = {entry: module for entry, module in entries.items() if isinstance(module, Leaf)}
         if {outputs_of(entry) for entry in leaves.values()} != {count}:
             yield _fixed(path, layer, False, "its projections have different numbers of channels")
             continue
         each = equal_runs(count, count)
-        splits = {entry: column_parallel(found, each) for entry, found in leaves.items()}
+        splits = {entry: column_parallel(module, each) for entry, module in leaves.items()}
         splits[path] = row_parallel(leaf, each)
         places = {
             program.ties.get(full := f"{owner}.{name}", full): shard

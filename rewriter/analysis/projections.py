@@ -128,22 +128,22 @@ class Chain:
 
 def chains(graph: fx.Graph, modules: Mapping[str, Module]) -> list[Chain]:
     """The chains of a wiring, in order. Nothing inside one is used elsewhere."""
-    found = []
+    result = []
     for node in graph.nodes:
         if marks(node).layer is not None and is_projection(called_module(node, modules)):
             inside, entries = _inputs(node, modules)
             closed = all(set(n.users) <= {*inside, node} for n in (*inside, *entries))
             if entries and closed and not any(_inputs(e, modules)[1] for e in entries):
-                found.append(Chain(tuple(entries), node))
-    return found
+                result.append(Chain(tuple(entries), node))
+    return result
 
 
 def _inputs(exit: fx.Node, modules: Mapping[str, Module]) -> tuple[list[fx.Node], list[fx.Node]]:
     """(pointwise nodes, projections) that make the input of `exit`; no projections where something else does, too."""
-    found = reachable(exit.all_input_nodes, lambda n: n.all_input_nodes if _keeps_channels(n, modules) else ())
-    inside = [n for n in found if _keeps_channels(n, modules)]
-    entries = [n for n in found if is_projection(called_module(n, modules))]
-    return (inside, entries) if len(inside) + len(entries) == len(found) else ([], [])
+    nodes = reachable(exit.all_input_nodes, lambda n: n.all_input_nodes if _keeps_channels(n, modules) else ())
+    inside = [n for n in nodes if _keeps_channels(n, modules)]
+    entries = [n for n in nodes if is_projection(called_module(n, modules))]
+    return (inside, entries) if len(inside) + len(entries) == len(nodes) else ([], [])
 
 
 def _keeps_channels(node: fx.Node, modules: Mapping[str, Module]) -> bool:

@@ -143,10 +143,10 @@ def residual_blocks(program: Program) -> tuple[Block, ...]:
 
 def by_layer(blocks: Iterable[Block]) -> dict[int, list[Block]]:
     """The blocks of each layer, in order."""
-    found: dict[int, list[Block]] = {}
+    layers: dict[int, list[Block]] = {}
     for block in blocks:
-        found.setdefault(block.layer, []).append(block)
-    return found
+        layers.setdefault(block.layer, []).append(block)
+    return layers
 
 
 def blocks_of(graph: fx.Graph, modules: Mapping[str, Module]) -> tuple[Block, ...]:
@@ -184,9 +184,9 @@ def _branch(
         own = marks(node).layer is not None and marks(node).block in (None, index)
         return own and node.op != "placeholder" and read_index(node) is None
 
-    found = reachable(writes, lambda node: node.all_input_nodes if inside(node) else ())
-    reads = {read for node in found if (read := read_index(node)) is not None}
-    return tuple(sorted(filter(inside, found), key=order.__getitem__)), tuple(sorted(reads))
+    nodes = reachable(writes, lambda node: node.all_input_nodes if inside(node) else ())
+    reads = {read for node in nodes if (read := read_index(node)) is not None}
+    return tuple(sorted(filter(inside, nodes), key=order.__getitem__)), tuple(sorted(reads))
 
 
 def read_index(node: fx.Node) -> int | None:

@@ -21,7 +21,7 @@ def earlier_readers(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 
     Raises RewriterError where a reader needs the sum as well, so that no order is right.
     """
-    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    by_reduction: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in graph.nodes:
         if not starts_sum(node):
             continue
@@ -36,8 +36,8 @@ def earlier_readers(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
                     f"{reader.name} reads the partial {partial.name} and its sum {node.name}, which takes its place in "
                     "memory: no order of the two is right"
                 )
-        found[node] = readers
-    return found
+        by_reduction[node] = readers
+    return by_reduction
 
 
 def rescheduled(

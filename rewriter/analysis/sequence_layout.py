@@ -34,8 +34,8 @@ def attentions(program: Program) -> Iterator[tuple[str, fx.Node]]:
     """(path of the called body, node) of every attention of a forward pass; a body called twice counts twice."""
     for node in program.graph.nodes:
         if node.op == "call_module":
-            found = nodes_inside(program.modules[str(node.target)], str(node.target))
-            yield from ((path, inner) for path, inner in found if inner.target is ops.attention)
+            nodes = nodes_inside(program.modules[str(node.target)], str(node.target))
+            yield from ((path, inner) for path, inner in nodes if inner.target is ops.attention)
 
 
 def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
@@ -86,12 +86,12 @@ def bytes_per_token(program: Program) -> dict[str, dict[str, int]]:
         return {}
     plan = replace(plan, min_bytes=0)
     local = plan.local_tokens(plan.multiple)
-    found: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    sizes_by_pass: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     for shape in attention_shapes(program):
         for message in messages(plan, shape, plan.multiple, slowest(plan)):
             when = "backward" if message.backward else "forward"
-            found[when][message.name] += shape.layers * message.nbytes // local
-    return {when: dict(sizes) for when, sizes in found.items()}
+            sizes_by_pass[when][message.name] += shape.layers * message.nbytes // local
+    return {when: dict(sizes) for when, sizes in sizes_by_pass.items()}
 
 
 def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def applied(target: Any, args: Sequence[Any], kwargs: dict[str, Any], integral: 
 
     `integral` says that its first tensor holds whole numbers (positions, ids). Raises Mixed with the reason.
     """
-    found = [a for a in flat((args, kwargs)) if isinstance(a, torch.Tensor)]
+    tensors = [a for a in flat((args, kwargs)) if isinstance(a, torch.Tensor)]
     row = semantics(target)
     kind = None if row is None else row.kind
     if any(isinstance(a, Count) for a in flat((args, kwargs))):
@@ -136,7 +136,7 @@ def applied(target: Any, args: Sequence[Any], kwargs: dict[str, Any], integral: 
     if kind in ("cast", "creation_like"):
         return args[0]
     if kind in _EACH_ALONE:
-        return merged(*found)
+        return merged(*tensors)
     if row is not None and row.kind == "product":
         return _product(row, args)
     if row is not None and row.kind in _ALONG:

@@ -98,8 +98,8 @@ _NONE = Marks()
 
 def marks(node: fx.Node) -> Marks:
     """The marks of `node`."""
-    found: Marks = node.meta.get(_KEY, _NONE)
-    return found
+    record: Marks = node.meta.get(_KEY, _NONE)
+    return record
 
 
 def mark(node: fx.Node, **changes: Any) -> None:
@@ -121,8 +121,8 @@ def new_call(graph: fx.Graph, record: Marks, target: Callable[..., Any], *args: 
 
 def running_layer(node: fx.Node) -> int | None:
     """The decoder layer that runs the node: its own, unless a pass rescheduled it."""
-    found = marks(node)
-    return found.layer if found.runs_in == UNSCHEDULED else found.runs_in
+    own = marks(node)
+    return own.layer if own.runs_in == UNSCHEDULED else own.runs_in
 
 
 def in_stream(node: fx.Node) -> bool:

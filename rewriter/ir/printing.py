@@ -89,8 +89,8 @@ class _Kinds:
                 used[body.class_name] += 1
                 number = used[body.class_name]
                 known[text] = (body.class_name if number == 1 else f"{body.class_name}.{number}", body, [])
-            name, _, found = known[text]
-            found += paths[id(body)]
+            name, _, users = known[text]
+            users += paths[id(body)]
             self.names[id(body)] = name
         self.bodies = list(known.values())
 
@@ -294,7 +294,7 @@ def _parameters(program: ProgramData, fold: bool) -> str:
         layer, _, rest = name.removeprefix(prefix).partition(".")
         shown = f"{prefix}*.{rest}" if fold and name.startswith(prefix) and layer.isdigit() else name
         groups.setdefault((shown, _described(parameter)), []).append(int(layer) if layer.isdigit() else 0)
-    lines = [f"  {name}{f' ×{len(found)}' if '*' in name else ''}: {text}" for (name, text), found in groups.items()]
+    lines = [f"  {name}{f' ×{len(names)}' if '*' in name else ''}: {text}" for (name, text), names in groups.items()]
     lines += [f"  {alias}: tied to {name}" for alias, name in program.ties.items()]
     return "\n".join(lines)
 

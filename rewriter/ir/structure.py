@@ -342,13 +342,13 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def reachable(first: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
     """The nodes `first` and all that repeated steps lead to, each once."""
-    found = dict.fromkeys(first)
-    todo = list(found)
+    seen = dict.fromkeys(first)
+    todo = list(seen)
     while todo:
-        new = [n for n in step(todo.pop(0)) if n not in found]
-        found |= dict.fromkeys(new)
+        new = [n for n in step(todo.pop(0)) if n not in seen]
+        seen |= dict.fromkeys(new)
         todo += new
-    return list(found)
+    return list(seen)
 
 
 def bypass(node: fx.Node, value: fx.Node) -> None:

@@ -135,9 +135,9 @@ class DropSync(Pass):
 
 def attention_reductions(program: Program) -> dict[int, Block]:
     """By layer, the attention block whose reduction can be dropped: a later block of the layer reduces, too."""
-    found: dict[int, Block] = {}
+    by_layer_number: dict[int, Block] = {}
     for layer, blocks in by_layer(residual_blocks(program)).items():
         reducing = [b for b in blocks if all(ends_in_sum(w, program.modules) for w in b.writes)]
         if len(reducing) > 1 and reducing[0].kind == "attention":
-            found[layer] = reducing[0]
-    return found
+            by_layer_number[layer] = reducing[0]
+    return by_layer_number

@@ -151,6 +151,6 @@ class _Fuser:
                 for kind in ("weight", "bias"):
                     parts = [f"{path}.{part}.{kind}" for part in fusion.parts]
                     if parts[0] in self.parameters:
-                        found = {p: self.parameters.pop(p) for p in parts}
+                        members = {p: self.parameters.pop(p) for p in parts}
                         dim = fusion.dim if kind == "weight" else 0
-                        self.parameters[f"{path}.{fusion.name}.{kind}"] = concatenated(found, dim)
+                        self.parameters[f"{path}.{fusion.name}.{kind}"] = concatenated(members, dim)

@@ -154,23 +154,23 @@ def fused_name(paths: Sequence[str], taken: Sequence[str]) -> str:
 
 def concatenated(parts: Mapping[str, Parameter], dim: int) -> Parameter:
     """Parameters (by name) one after the other along `dim`, on each rank its parts of them."""
-    found = list(parts.values())
+    values = list(parts.values())
     names = tuple(name for key, p in parts.items() for name in (p.parts or (key,)))
-    sizes = [(p.full_shape or p.shape)[dim] for p in found]
-    full = resized(found[0].full_shape or found[0].shape, dim, sum(sizes))
-    expressions = [p.expression for p in found if p.expression is not None]
-    expression = Concat(tuple(expressions), dim) if len(expressions) == len(found) else None
-    if all(p.ranges is None for p in found):
+    sizes = [(p.full_shape or p.shape)[dim] for p in values]
+    full = resized(values[0].full_shape or values[0].shape, dim, sum(sizes))
+    expressions = [p.expression for p in values if p.expression is not None]
+    expression = Concat(tuple(expressions), dim) if len(expressions) == len(values) else None
+    if all(p.ranges is None for p in values):
         return Parameter(full, expression, dim=dim, parts=names)
-    ranks = next(len(p.ranges) for p in found if p.ranges is not None)
+    ranks = next(len(p.ranges) for p in values if p.ranges is not None)
     ranges = []
     for rank in range(ranks):
         held: list[tuple[int, int]] = []
-        for p, size, offset in zip(found, sizes, accumulate(sizes, initial=0), strict=False):
+        for p, size, offset in zip(values, sizes, accumulate(sizes, initial=0), strict=False):
             held += [(offset + a, offset + b) for a, b in (p.ranges[rank] if p.ranges else ((0, size),))]
         ranges.append(tuple(held))
-    shape = resized(full, dim, sum(p.shape[dim] for p in found))
-    shared = any(p.shared for p in found)
+    shape = resized(full, dim, sum(p.shape[dim] for p in values))
+    shared = any(p.shared for p in values)
     return Parameter(shape, expression, full, dim, tuple(ranges), shared, names)
 
 

@@ -45,9 +45,9 @@ def _merge(root: fx.Node) -> int:
     if not root.users or (is_inner(root) and is_add(next(iter(root.users)))):
         return 0  # dead, or a summand of a larger sum, which takes it apart
     terms = terms_of(root)
-    known = [(term, found) for term in terms if (found := _reduction(term)) is not None]
+    known = [(term, reduction) for term in terms if (reduction := _reduction(term)) is not None]
     # those that travel alike: over the axis of the first, in its format
-    reductions = [term for term, found in known if _wire(found) == _wire(known[0][1])]
+    reductions = [term for term, reduction in known if _wire(reduction) == _wire(known[0][1])]
     if len(reductions) < 2:
         return 0
     (axis,), travel = _wire(known[0][1])

@@ -119,15 +119,15 @@ def put_in_branches(graph: fx.Graph, modules: Mapping[str, Module]) -> int:
 
 
 def _stretches(nodes: Sequence[fx.Node]) -> list[_Stretch]:
-    found: list[_Stretch] = []
+    stretches: list[_Stretch] = []
     current: list[fx.Node] = []
     for node in nodes:
         if starts_sum(node):
-            found.append(_Stretch(current, node))
+            stretches.append(_Stretch(current, node))
             current = []
         else:
             current.append(node)
-    return found
+    return stretches
 
 
 def _branch(block: _Stretch, following: _Stretch, modules: Mapping[str, Module]) -> list[fx.Node]:

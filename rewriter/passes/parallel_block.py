@@ -41,14 +41,14 @@ class ParallelBlock(Pass):
 
     def apply(self, program: Program) -> Program:
         chosen = by_layer(chosen_blocks(program, self.name, self.layers))
-        for layer, found in chosen.items():
-            if [b.kind == "attention" for b in found] != [True, False]:
-                kinds = ", ".join(b.kind for b in found)
+        for layer, members in chosen.items():
+            if [b.kind == "attention" for b in members] != [True, False]:
+                kinds = ", ".join(b.kind for b in members)
                 raise RewriterError(
                     f"parallel_block: layer {layer} has the blocks {kinds}: expected attention, then an MLP. Leave it "
                     "out of the selection."
                 )
-            for block in found:
+            for block in members:
                 if block.carried is not block.skip:
                     raise RewriterError(f"parallel_block: block {block.path} scales the stream before it adds to it")
         graph, _ = program.edit()

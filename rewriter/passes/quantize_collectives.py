@@ -99,9 +99,9 @@ class QuantizeCollectives(Pass):
 
     def _reductions(self, program: Program) -> Program:
         graph, _ = program.edit()
-        found = [n for n in graph.nodes if starts_sum(n) and args_of(n)[1] == self.axis]
+        reductions = [n for n in graph.nodes if starts_sum(n) and args_of(n)[1] == self.axis]
         chosen = set(resolve(self.layers, program.source.num_layers))
-        blocks = [n for n in found if marks(n).layer in chosen]
+        blocks = [n for n in reductions if marks(n).layer in chosen]
         if not blocks:
             raise RewriterError(
                 f"{self.name}: no block{_of(self.layers)} ends in a reduction over {self.axis}. Put tensor_parallel "
@@ -116,7 +116,7 @@ class QuantizeCollectives(Pass):
                 raise RewriterError(STREAM.format(node.name))
             node.kwargs = {"format": self.format, "min_bytes": self.min_bytes}
         size = f" where they have {self.min_bytes:,} bytes or more" if self.min_bytes else ""
-        summary = f"{len(blocks)} of {len(found)} all-reduces travel as {self.format}{size}"
+        summary = f"{len(blocks)} of {len(reductions)} all-reduces travel as {self.format}{size}"
         return record(program, self, summary, graph=graph)
 
     def _keys_and_values(self, program: Program) -> Program:

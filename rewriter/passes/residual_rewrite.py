@@ -140,10 +140,10 @@ def split_writes(block: Block, modules: Mapping[str, Module], name: str) -> tupl
     whole = [w for w in block.writes if w not in reduced]
     for write in whole:
         read = reachable([write], lambda node: (n for n in node.all_input_nodes if n in inside))
-        if found := next((n for n in read if n.target is ops.all_reduce), None):
+        if reduction := next((n for n in read if n.target is ops.all_reduce), None):
             described = write.target if write.op == "call_module" else write.name
             raise RewriterError(
-                f"{name}: block {block.path}: its reduction {found.name} is followed by {described}, which is "
+                f"{name}: block {block.path}: its reduction {reduction.name} is followed by {described}, which is "
                 "neither linear nor a norm: a rank's partial sum cannot be added in its place. Leave this layer out of "
                 "the selection."
             )

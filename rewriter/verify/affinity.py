@@ -102,7 +102,7 @@ def affinity(
     assigned = {path: ranks for path, ranks in arranging.assigned.items() if moved_units(ranks)}
     if not assigned:
         return Affinity({}, 0.0, 0.0, left)
-    lower, found = True, (0.0, 0.0)
+    lower, best = True, (0.0, 0.0)
     for part in (pieces, windows(program, held_back)):
         before, after = DriftSums(), DriftSums()
         for place, piece in enumerate(part):
@@ -110,8 +110,8 @@ def affinity(
             logits = Simulator(program, weights).run(piece[None])[0][0]
             before.add(piece, logits, Simulator(rewritten, known).run(piece[None])[0][0])
             after.add(piece, logits, Simulator(rewritten, arranging.arranged).run(piece[None])[0][0])
-        lower, found = lower and after.kl < before.kl, (before.kl, after.kl)
-    return Affinity(assigned if lower else {}, *found, left)
+        lower, best = lower and after.kl < before.kl, (before.kl, after.kl)
+    return Affinity(assigned if lower else {}, *best, left)
 
 
 def reordered(
@@ -141,7 +141,7 @@ def exits_of(program: Program) -> tuple[dict[str, Exit], list[str]]:
     Those are blocks whose output is not made by one projection inside them: experts, MLPs told out in the layer.
     """
     modules = dict(walk_modules(program.modules))
-    found: dict[str, Exit] = {}
+    by_path: dict[str, Exit] = {}
     left: list[str] = []
     for block in permutable_units(program):
         if block.reason is not None:
@@ -153,10 +153,10 @@ def exits_of(program: Program) -> tuple[dict[str, Exit], list[str]]:
                 columns = [place for unit in shard.ranges for start, stop in unit for place in range(start, stop)]
                 exits.append(Exit(block, owner, shard.dim, torch.tensor(columns)))
         if len(exits) == 1 and exits[0].path != block.path:
-            found[block.path] = exits[0]
+            by_path[block.path] = exits[0]
         else:
             left.append(block.path)
-    return found, left
+    return by_path, left
 
 
 class Recording(Simulator):
@@ -207,9 +207,9 @@ class Arranging(Simulator):
         own = any(not values[0].replicated for values in inputs)
         if exit is not None and own and exit.block.count % self.ranks == 0 and exit.block.count > self.ranks:
             self.progress("measuring which heads and channels fit together", len(self.assigned), len(self.exits))
-            found = self._ranks(exit, inputs)
-            self.assigned[path] = found
-            self.arranged.update(reordered(self.arranged, exit.block, order_of(found)))
+            ranks = self._ranks(exit, inputs)
+            self.assigned[path] = ranks
+            self.arranged.update(reordered(self.arranged, exit.block, order_of(ranks)))
         return super()._module(module, path, inputs)
 
     def _ranks(self, exit: Exit, inputs: list[Any]) -> str:

@@ -31,7 +31,7 @@ def asked_passes(program: Program) -> list[Any]:
 
 def _check_record(wanted: Any, entry: PassRecord | None, count: int) -> None:
     if wanted is None or entry is None or wanted.name != entry.name:
-        names = [f"pass {found.name}" if found is not None else "no further pass" for found in (wanted, entry)]
+        names = [f"pass {known.name}" if known is not None else "no further pass" for known in (wanted, entry)]
         raise VerificationError(f"the recipe asks for {names[0]}, but {names[1]} is recorded in its place. {_FAULT}")
     for option, value in entry.options.items():
         given = getattr(wanted, option, value)

@@ -95,14 +95,14 @@ def drift(
         weights = load_weights(original, torch.float32)
     if rewritten_weights is None:
         rewritten_weights = other_weights(rewritten, original, weights)
-    found = DriftSums()
+    sums = DriftSums()
     for window in windows(original, tokens):
         before, after = (
             simulate(program, window[None], weights=tensors)[0]
             for program, tensors in ((original, weights), (rewritten, rewritten_weights))
         )
-        found.add(window, before, after)
-    return found.result(text)
+        sums.add(window, before, after)
+    return sums.result(text)
 
 
 def windows(program: Program, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -230,7 +230,7 @@ def too_large(program: Program, copies: int = 1) -> str | None:
 
 
 def memory_shortage(elements: int) -> str | None:
-    """Message on the memory that fp32 numbers take and what is free; None when they fit into half of the free memory."""
+    """Message on the memory that fp32 numbers take and what is free; None when they fit into half of that."""
     needed, free = 4 * elements, available_memory()
     return None if needed <= free / 2 else f"{needed / 1e9:.1f} GB, and half of the free memory is {free / 2e9:.1f} GB"
 

@@ -45,15 +45,15 @@ class Host:
 
     def __init__(self, program: Program, model: nn.Module) -> None:
         self.model = model
-        found = dict(model.named_modules())
+        modules = dict(model.named_modules())
         self.opaque = opaque_modules(program)
         for path, module in self.opaque.items():
-            if type(found.get(path)).__name__ != module.class_name:
+            if type(modules.get(path)).__name__ != module.class_name:
                 raise RewriterError(
                     f"the host model has no {path} of class {module.class_name}: it has to be the model that the "
                     "program was traced from"
                 )
-        self.modules = {path: found[path] for path in self.opaque}
+        self.modules = {path: modules[path] for path in self.opaque}
         self.calls: dict[str, Call] = {}
 
     @torch.no_grad()
@@ -95,12 +95,12 @@ class Host:
         for place, value in zip(opaque.places, inputs, strict=True):
             tree = _replaced(tree, place, value)
         result = torch.func.functional_call(self.modules[path], dict(parameters), *tree)
-        found = (result,) if opaque.indices is None else tuple(result[i] for i in opaque.indices)
-        for value, shape in zip(found, opaque.outputs, strict=True):
+        values = (result,) if opaque.indices is None else tuple(result[i] for i in opaque.indices)
+        for value, shape in zip(values, opaque.outputs, strict=True):
             known = [(a, b) for a, b in zip(value.shape, shape, strict=False) if isinstance(b, int)]
             if value.ndim != len(shape) or any(a != b for a, b in known):
                 raise RewriterError(f"{path} returned {list(value.shape)}, its trace says {list(shape)}")
-        return found[0] if len(found) == 1 else found
+        return values[0] if len(values) == 1 else values
 
 
 def _replaced(tree: Any, place: tuple[Any, ...], value: torch.Tensor | None) -> Any:

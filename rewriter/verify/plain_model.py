@@ -106,7 +106,7 @@ class PlainTensors:
             return codes * factors.reshape(())
         groups = [g.get("weights") or {} for g in (self.said.get("config_groups") or {}).values()]
         blocks = [self.said.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
-        block = next((list(map(int, found)) for found in blocks if found), [])
+        block = next((list(map(int, given)) for given in blocks if given), [])
         for dim, (size, count) in enumerate(zip(codes.shape, factors.shape, strict=True)):
             if count in (1, size):
                 continue

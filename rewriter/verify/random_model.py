@@ -74,9 +74,9 @@ def amplification(model: PreTrainedModel, config: PreTrainedConfig, length: int)
     kept, noise = embedding.clone(), torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=ids, use_cache=False).logits
     embedding.mul_(1 + 1e-6 * noise)
-    found = model(input_ids=ids, use_cache=False).logits
+    actual = model(input_ids=ids, use_cache=False).logits
     embedding.copy_(kept)
-    return relative_error(found, expected) / 1e-6
+    return relative_error(actual, expected) / 1e-6
 
 
 @torch.no_grad()

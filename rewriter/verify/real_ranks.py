@@ -35,7 +35,7 @@ def compare_ranks(
     program: Program,
     mesh: Mapping[str, int],
     directory: Path,
-    found: Verification,
+    verification: Verification,
     target: torch.dtype | None = None,
     dequantized: torch.dtype | None = None,
     progress: Callable[..., None] = lambda *_: None,
@@ -44,28 +44,30 @@ def compare_ranks(
 
     For a few tokens, in fp32, each side reading weights when it uses them where they do not fit into memory. `target`
     is the dtype that the output holds them in, if it is not the source's, `dequantized` that of the quantized ones, if
-    it holds those otherwise. Adds to `found` or raises VerificationError.
+    it holds those otherwise. Adds to `verification` or raises VerificationError.
     """
     reference = reference_of(program, asked_passes(program))
     ranks = ranks_of(mesh)
     fits = too_large(single_device(program), 1 + -(-reference.ranks // 2)) is None
     if ranks > MOST_RANKS:
-        found.notes.append(f"ranks did not run on the real weights: more than {MOST_RANKS} are not started here")
+        verification.notes.append(f"ranks did not run on the real weights: more than {MOST_RANKS} are not started here")
         return
     if reference.ranks > 1 and not fits:
-        found.notes.append(
+        verification.notes.append(
             f"ranks did not run on the real weights: their reference holds parts of {reference.ranks} ranks, which do "
             "not fit into memory"
         )
         return
     if not fits and target is not None and find_spec("accelerate") is None:
-        found.notes.append(
+        verification.notes.append(
             "ranks did not run on the real weights, which do not fit into memory: reading them as they are used, with "
             "--dtype, needs the package accelerate"
         )
         return
     if least_quantized(program) < GOLDEN_TOKENS * LARGEST_WIDTH * 4:
-        found.notes.append("ranks did not run on the real weights: they quantize short messages. Use --verify full")
+        verification.notes.append(
+            "ranks did not run on the real weights: they quantize short messages. Use --verify full"
+        )
         return
     progress("running ranks on the real weights")
     ids = golden_tokens(program)
@@ -77,7 +79,7 @@ def compare_ranks(
     expected = reference.logits(model, ids)
     del model
     (actual,) = subprocess_logits.rank_logits(directory, ranks, [ids], stream=not fits)
-    found.require(
+    verification.require(
         f"real weights: sharded module on {on_ranks(mesh)} = {reference.name}", actual, expected, REAL_WEIGHTS
     )
 

@@ -70,7 +70,7 @@ class RealWeights:
         exactly, logits = (simulate(program, ids, weights=weights) for program in (exact(self.program), self.program))
         return None if torch.equal(exactly, logits) else logits
 
-    def drift(self, found: Verification, text: str | None) -> Drift | None:
+    def drift(self, verification: Verification, text: str | None) -> Drift | None:
         """Drift from the original on the calibration text; None when every pass is exact.
 
         Where sums are quantized, all of them are, and it is the drift of the ranks.
@@ -80,12 +80,12 @@ class RealWeights:
         tokens, what = calibration_tokens(self.program, text)
         self.progress(f"drift on {len(tokens)} tokens")
         if what.startswith("random"):
-            found.notes.append(f"drift was measured on {what}")
+            verification.notes.append(f"drift was measured on {what}")
         original = self.program.origin or self.program
         rewritten = self.single
         if is_quantized(self.program):
             rewritten = always_quantized(self.program)
-            found.notes.append(SHARDED_DRIFT)
+            verification.notes.append(SHARDED_DRIFT)
         before, after = other_weights(original, self.single, self.stored), self._weights_of(rewritten)
         return drift(original, rewritten, tokens, weights=before, rewritten_weights=after, text=what)
 
@@ -93,9 +93,9 @@ class RealWeights:
         """The weights of another form of the program, with the precision that the output holds them in."""
         if program is self.single:
             return self.written
-        found = other_weights(program, self.single, self.written)
-        others = {name: tensor for name, tensor in found.items() if self.written.get(name) is not tensor}
-        return {**found, **self._as_written(program, others)}
+        weights = other_weights(program, self.single, self.written)
+        others = {name: tensor for name, tensor in weights.items() if self.written.get(name) is not tensor}
+        return {**weights, **self._as_written(program, others)}
 
     def _as_written(self, program: Program, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Parameters of `program` with the precision in which the output holds them; `weights` where it holds all."""
@@ -105,13 +105,13 @@ class RealWeights:
         return {name: self.layout.held(e) for name, e in expressions.items() if e is not None}
 
     @torch.no_grad()
-    def compare(self, found: Verification) -> None:
+    def compare(self, verification: Verification) -> None:
         """Compare the rewritten model with the unmodified one, or with the independent reference. Adds or raises."""
         source = self.program.source
         # The reference of a bound program holds every rank's part of the exit projections, full size.
         copies = 1 + -(-(bound_ranks(self.program) or 0) // 2)
         if reason := too_large(self.single, copies):
-            found.notes.append(f"--verify full: {reason}, beside the copy that is compared")
+            verification.notes.append(f"--verify full: {reason}, beside the copy that is compared")
             return
         reference = reference_of(self.program, asked_passes(self.program))
         self.progress("comparing the real weights")
@@ -120,7 +120,7 @@ class RealWeights:
         for length in test_lengths(model.config):
             ids = random_ids(model.config, length, rows=1)
             actual = simulate(self.single, ids, weights=self.stored)
-            found.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
+            verification.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
         target, dequantized = self.layout.target, self.layout.dequantized
         if target is None and dequantized is None:
             return
@@ -128,16 +128,16 @@ class RealWeights:
         model, _ = plain_model(str(source.path), source.remote_code, target or torch.float32, dequantized)
         actual = simulate(self.single, ids, weights=self.written)
         name = f"real weights: rewritten, as written = {reference.name}, rounded by transformers"
-        found.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
+        verification.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
 
     @torch.no_grad()
-    def compare_emitted(self, found: Verification, directory: Path) -> None:
+    def compare_emitted(self, verification: Verification, directory: Path) -> None:
         """Compare what a written directory computes in separate processes. Adds or raises."""
         ids = [golden_tokens(self.program)]
         expected = [simulate(self.single, ids[0], weights=self.written)]
         sharded = self._quantized(ids[0])
         compare_emitted(
-            found,
+            verification,
             directory,
             mesh_of(self.program),
             ids,

@@ -132,7 +132,7 @@ def layer_modes(model: PreTrainedModel, passes: Sequence[Any], whole: Sequence[s
 def _reducing(model: PreTrainedModel, structure: Structure, whole: Sequence[str]) -> dict[int, list[bool]]:
     """By layer, for each of its blocks: whether it ends in a reduction."""
     shares = Shares(model, structure, 1, whole)
-    found: dict[int, list[bool]] = {}
+    by_layer: dict[int, list[bool]] = {}
     for block, layer in enumerate(structure.layers):
-        found.setdefault(layer, []).append(shares.splittable(block))
-    return found
+        by_layer.setdefault(layer, []).append(shares.splittable(block))
+    return by_layer

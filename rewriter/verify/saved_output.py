@@ -94,10 +94,10 @@ def check_weights(root: Path, manifest: Manifest) -> None:
     from rewriter.weights.finite import check_finite, watched
 
     checkpoint = Checkpoint.open(root)
-    found = next((entry.weights for entry in manifest.runtime.values() if entry.weights is not None), None)
+    references_file = next((entry.weights for entry in manifest.runtime.values() if entry.weights is not None), None)
     read: Iterable[Expression] = map(Tensor, checkpoint.tensors)
-    if found is not None:
-        read = references.RankWeights.open(root, root / found, 0).parameters.values()
+    if references_file is not None:
+        read = references.RankWeights.open(root, root / references_file, 0).parameters.values()
     try:
         check_finite(checkpoint, watched(checkpoint, read))
     except RewriterError as error:
@@ -110,10 +110,10 @@ def check_headers(root: Path, manifest: Manifest) -> None:
     It costs nothing beside a load, and finds a checkpoint that was replaced by another layout. Raises RewriterError
     for one that was, VerificationError where the references changed.
     """
-    found = next((entry.weights for entry in manifest.runtime.values() if entry.weights is not None), None)
-    if found is not None:
-        check_files(root, manifest, [found])
-        references.check_headers(root, root / found)
+    references_file = next((entry.weights for entry in manifest.runtime.values() if entry.weights is not None), None)
+    if references_file is not None:
+        check_files(root, manifest, [references_file])
+        references.check_headers(root, root / references_file)
 
 
 def check_read_by_transformers(root: Path) -> None:

@@ -77,9 +77,9 @@ def sensitivity(
             if following is not None:
                 ahead = pool.submit(before, following)
             each = pool.map(cost, dropped, stream, repeat(window), repeat(reference))
-            for layer, found in zip(dropped, each, strict=True):
+            for layer, measured in zip(dropped, each, strict=True):
                 progress("measuring what each layer's drop costs", done, len(pieces) * len(dropped))
-                divergence[layer] += found
+                divergence[layer] += measured
                 done += 1
     costs = {layer: float(f"{max(d / len(tokens), 0.0):.{_DIGITS}g}") for layer, d in divergence.items()}
     return tuple(costs.get(layer) for layer in range(program.source.num_layers))
@@ -119,15 +119,15 @@ class _Reference:
 def _dropped_layers(sharded: Program) -> dict[int, tuple[int, int, Program]]:
     """By layer that allows it: the stream values that it reads and leaves, and the layer with its reduction dropped."""
     attention, blocks = attention_reductions(sharded), by_layer(residual_blocks(sharded))
-    found: dict[int, tuple[int, int, Program]] = {}
+    programs: dict[int, tuple[int, int, Program]] = {}
     for layer, block in attention.items():
         try:
             changed = DropSync(layers=layer).apply(sharded)
         except RewriterError:
             continue
         start, end = block.index, blocks[layer][-1].index + 1
-        found[layer] = (start, end, between(changed, [start], end))
-    return found
+        programs[layer] = (start, end, between(changed, [start], end))
+    return programs
 
 
 STREAM = "stream"

@@ -90,11 +90,11 @@ def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str
 
 def _host(program: Program, weights: Mapping[str, torch.Tensor], model: nn.Module | None) -> Host | None:
     """The host of a program that has opaque modules: `model`, or the one in the program's checkpoint."""
-    found = opaque_modules(program)
-    if not found:
+    opaque = opaque_modules(program)
+    if not opaque:
         return None
     if model is None and program.source.path is None:
-        path, module = next(iter(found.items()))
+        path, module = next(iter(opaque.items()))
         raise RewriterError(
             f"{path} is {module}. It has to be called in a live model: pass `host=`, or trace a checkpoint"
         )
@@ -169,7 +169,9 @@ class Simulator:
                 result = args_of(node)[0]
                 if isinstance(result, fx.Node):
                     return env[result]
-                return self._shards(lambda *found: self._each(lambda *xs: tuple(xs), found), [env[n] for n in result])
+                return self._shards(
+                    lambda *results: self._each(lambda *xs: tuple(xs), results), [env[n] for n in result]
+                )
             elif node.target is ops.shard_tokens:
                 env[node] = self._shard_tokens(node, env[args_of(node)[0]])
             elif node.target is ops.gather_tokens:
@@ -179,8 +181,8 @@ class Simulator:
             else:
                 sources = node.all_input_nodes
                 env[node] = self._shards(
-                    lambda *found, node=node, sources=sources: self._operation(
-                        node, dict(zip(sources, found, strict=True))
+                    lambda *results, node=node, sources=sources: self._operation(
+                        node, dict(zip(sources, results, strict=True))
                     ),
                     [env[n] for n in sources],
                 )
@@ -243,7 +245,7 @@ class Simulator:
     def _module(self, module: Module, path: str, inputs: list[Shards]) -> Shards:
         if isinstance(module, Body):
             return self._graph(module.graph, inputs, path + ".", module)
-        return self._shards(lambda *found: self._leaf(module, path, list(found)), inputs)
+        return self._shards(lambda *values: self._leaf(module, path, list(values)), inputs)
 
     def _leaf(self, module: Leaf | Opaque, path: str, inputs: list[RankValues]) -> RankValues:
         parameters = {name: self.parameter(f"{path}.{name}") for name in module.parameters}
@@ -272,8 +274,8 @@ class Simulator:
             rows = weight[rank].shape[0]
             local = ids[rank] - rank * rows
             inside = (local >= 0) & (local < rows)
-            found = F.embedding(local.clamp(0, rows - 1), weight[rank]) * inside[..., None]
-            outs.append(torch.where((ids[rank] == padding_idx)[..., None], found.detach(), found))
+            rows_of_rank = F.embedding(local.clamp(0, rows - 1), weight[rank]) * inside[..., None]
+            outs.append(torch.where((ids[rank] == padding_idx)[..., None], rows_of_rank.detach(), rows_of_rank))
         return RankValues(tuple(outs))
 
     def _operation(self, node: fx.Node, env: Mapping[fx.Node, RankValues]) -> RankValues:
@@ -300,9 +302,9 @@ class Simulator:
             return self._vocabulary(env[ids], env[weight], *padding)
 
         def apply(*values: Any) -> Any:
-            found = dict(zip(nodes, values, strict=True))
-            args = fx.map_arg(node.args, found.__getitem__)
-            kwargs = dict(fx.map_arg(node.kwargs, found.__getitem__))
+            given = dict(zip(nodes, values, strict=True))
+            args = fx.map_arg(node.args, given.__getitem__)
+            kwargs = dict(fx.map_arg(node.kwargs, given.__getitem__))
             if kwargs.get("device") == "like":
                 kwargs["device"] = self.device
             if node.op == "call_method":

@@ -81,5 +81,5 @@ def _run(
                 raise VerificationError(f"{what}: {failure.name} {failure.how}. Run again.")
             ended = f"failed (status {failure.code})" if failure.code else f"gave no result in {TIMEOUT:.0f} s"
             raise VerificationError(f"{what} {ended}: {failure.line}")
-        found = load_file(result)
-        return [found[str(index)] for index in range(len(batches))]
+        logits = load_file(result)
+        return [logits[str(index)] for index in range(len(batches))]

@@ -35,9 +35,9 @@ def assign_units(errors: torch.Tensor, weight: torch.Tensor, units: int) -> list
         if torch.equal(other, rank_of):
             break
         moved = _chosen(errors, other, width)
-        found = float((moved @ weight).square().sum())
-        if found < best:
-            rank_of, wrong, best = other, moved, found
+        cost = float((moved @ weight).square().sum())
+        if cost < best:
+            rank_of, wrong, best = other, moved, cost
         elif step == 1:
             break
         else:
