@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.op_semantics import function_of, sends
+from rewriter.analysis.op_semantics import ends_collective, function_of, sends
 from rewriter.analysis.residual import computes
 from rewriter.common.text_settings import declared_dtype
-from rewriter.ir import Module, Program, args_of, nodes_inside, reachable
+from rewriter.ir import Module, Parameter, Program, args_of, nodes_inside, reachable
 from rewriter.ir.marks import marks
 from rewriter.ir.shapes import wiring_shapes
 from rewriter.kernels import parse_format, slice_length
@@ -121,6 +121,20 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             for width, nbytes in inside[id(module)]:
                 sent_values.append(Collective("all-reduce", where, path, layer, index, width, nbytes, False, nbytes))
     return tuple(sent_values)
+
+
+def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx.Node]:
+    """The values of a wiring that differ by rank."""
+    owners = [name.split(".")[:-1] for name, p in parameters.items() if p.ranges is not None]
+    prefixes = {".".join(parts[:i]) for parts in owners for i in range(1, len(parts) + 1)}
+    local: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or ends_collective(node):
+            continue
+        split = node.op == "call_module" and str(node.target) in prefixes
+        if split or node.target is ops.copy_to_group or any(n in local for n in node.all_input_nodes):
+            local.add(node)
+    return local
 
 
 def quantized(collectives: Iterable[Collective]) -> QuantizedTraffic | None:

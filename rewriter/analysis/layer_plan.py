@@ -14,8 +14,7 @@ from typing import Literal
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.communication import Collective, collectives
-from rewriter.analysis.per_rank import local_values
+from rewriter.analysis.communication import Collective, collectives, local_values
 from rewriter.analysis.residual import Block, BlockKind, by_layer, computes, residual_blocks, stream_values
 from rewriter.ir import Leaf, Module, Program, args_of, walk_modules
 from rewriter.ir.marks import Mode, in_stream, marks, running_layer, stream_index

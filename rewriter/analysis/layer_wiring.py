@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from rewriter.analysis.communication import collectives
-from rewriter.analysis.per_rank import local_values
+from rewriter.analysis.communication import collectives, local_values
 from rewriter.analysis.residual import by_layer, residual_blocks, stream_values
 from rewriter.ir import Program
 from rewriter.ir.marks import marks

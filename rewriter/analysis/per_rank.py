@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.communication import local_values
 from rewriter.analysis.labels import is_tensor, tensor_inputs
 from rewriter.analysis.op_semantics import ends_collective
 from rewriter.analysis.placement_state import copied_to_group, differentiable
@@ -39,20 +40,6 @@ def share_bias(modules: Mapping[str, Module], paths: Collection[str]) -> dict[st
         return done[id(module)]
 
     return {path: shared(module) if path in paths else module for path, module in modules.items()}
-
-
-def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx.Node]:
-    """The values of a wiring that differ by rank."""
-    owners = [name.split(".")[:-1] for name, p in parameters.items() if p.ranges is not None]
-    prefixes = {".".join(parts[:i]) for parts in owners for i in range(1, len(parts) + 1)}
-    local: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output") or ends_collective(node):
-            continue
-        split = node.op == "call_module" and str(node.target) in prefixes
-        if split or node.target is ops.copy_to_group or any(n in local for n in node.all_input_nodes):
-            local.add(node)
-    return local
 
 
 def without_idle_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:

@@ -21,8 +21,8 @@ from typing import Literal
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.communication import local_values
 from rewriter.analysis.op_semantics import aten, function_of
-from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import computes, is_add, is_scaling, residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.layer_arguments import LayerArguments, arguments_of

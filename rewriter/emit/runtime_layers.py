@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.communication import local_values
 from rewriter.analysis.labels import reduced_shape, value_of
-from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group

@@ -15,8 +15,15 @@ from typing import Any
 
 from rich.console import Group
 
-from rewriter.analysis.communication import Collective, by_layer, by_place, collectives, quantized, summary
-from rewriter.analysis.per_rank import local_values
+from rewriter.analysis.communication import (
+    Collective,
+    by_layer,
+    by_place,
+    collectives,
+    local_values,
+    quantized,
+    summary,
+)
 from rewriter.analysis.rank_memory import memory
 from rewriter.analysis.residual import Block, annotate, computes, residual_blocks, stream_values
 from rewriter.common.errors import RewriterError

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.communication import local_values
 from rewriter.analysis.op_semantics import aten
-from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.analysis.units import AXIS, equal_runs
 from rewriter.common.errors import RewriterError
