@@ -5,10 +5,12 @@ What the forward of a Hugging Face model allows is measured, since no attribute 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
@@ -90,26 +92,25 @@ class Head:
         self.weights = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
 
     def __call__(self, states_1ND: Tensor) -> Tensor:
-        name, body = self.model.base_model_prefix, self.model.base_model
         ids = torch.zeros(states_1ND.shape[:2], dtype=torch.int64, device=states_1ND.device)
-        self.model._modules[name] = _Given(self.kind(**self.output | {"last_hidden_state": states_1ND}))
-        try:
+        with giving([self.model.base_model], self.kind(**self.output | {"last_hidden_state": states_1ND})):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        finally:
-            self.model._modules[name] = body
         return logits
 
 
 _KEPT = ("router_logits",)  # what else a forward may ask of the body's output
 
 
-class _Given(nn.Module):
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
+@contextlib.contextmanager
+def giving(modules: Sequence[nn.Module], output: Any) -> Iterator[None]:
+    """While the block runs, each of `modules` returns `output`, and computes nothing."""
+    for module in modules:
+        module.__dict__["forward"] = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["forward"]
 
 
 @torch.no_grad()
@@ -165,33 +166,29 @@ def isolates_segments(model: Any) -> bool:
     boundaries are not heeded; such a model has to be trained on rows without packing. Its gradients and mode stay as
     they were.
     """
-    device = model.get_input_embeddings().weight.device
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    length = sum(_SEGMENTS[0])
-    # Like any other text, drawn without touching the caller's generator.
-    drawn = torch.randint(0, vocabulary, (len(_SEGMENTS), length), generator=torch.Generator().manual_seed(0))
-    ids_BS = drawn.to(device)
-    positions_BS = torch.tensor([[i for size in row for i in range(size)] for row in _SEGMENTS], device=device)
+    weight = model.get_input_embeddings().weight
+    drawn = torch.randint(len(weight), (2, sum(_SEGMENTS[0])), generator=torch.Generator().manual_seed(0))
+    ids_BS = drawn.to(weight.device)
+    positions_BS = torch.tensor([[i for size in row for i in range(size)] for row in _SEGMENTS], device=weight.device)
+    places = [
+        (row, slice(start, start + size))
+        for row, sizes in enumerate(_SEGMENTS)
+        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
+    ]
     training = model.training
     model.eval()
     try:
         with torch.enable_grad():
             logits_BSV, embedded_BSD = _with_embeddings(model, ids_BS, positions_BS)
-            for row, sizes in enumerate(_SEGMENTS):
-                for index in range(1, len(sizes)):
-                    start = sum(sizes[:index])
-                    reads = logits_BSV[row, start : start + sizes[index]].float().logsumexp(-1).sum()
-                    (gradient,) = torch.autograd.grad(reads, embedded_BSD, retain_graph=True)
-                    others = gradient.clone()
-                    others[row, start : start + sizes[index]] = 0
-                    if others.count_nonzero():  # NaN counts too
-                        return False
+            for place in (place for place in places if place[1].start):
+                reads = logits_BSV[place].float().logsumexp(-1).sum()
+                (gradient,) = torch.autograd.grad(reads, embedded_BSD, retain_graph=True)
+                others = gradient.clone()
+                others[place] = 0
+                if others.count_nonzero():  # NaN counts too
+                    return False
         with torch.no_grad():
-            return all(
-                _as_alone(model, ids_BS[row, start : start + size], logits_BSV[row, start : start + size])
-                for row, sizes in enumerate(_SEGMENTS)
-                for start, size in zip((0, sizes[0], sizes[0] + sizes[1]), sizes, strict=True)
-            )
+            return all(_as_alone(model, ids_BS[place], logits_BSV[place]) for place in places)
     finally:
         model.train(training)
 

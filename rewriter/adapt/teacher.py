@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.adapt.models import base_of
+from rewriter.adapt.models import base_of, giving
 from rewriter.adapt.options import Options
 from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
@@ -160,15 +160,9 @@ class Trunk:
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
         """Give the kept output, by every layer: nothing below the last one reads it."""
-        output = self._output
-        for layer in self.own:
-            layer.__dict__["forward"] = lambda *args, **kwargs: output
-        try:
+        output, self._output = self._output, None
+        with giving(self.own, output):
             yield
-        finally:
-            for layer in self.own:
-                del layer.__dict__["forward"]
-            self._output = None
 
 
 @torch.no_grad()

@@ -173,7 +173,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
             if (n := count.get(f"{name}.{key}")) is not None:
                 own = parameter.detach()[place * n : (place + 1) * n].clone()
                 setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
-        module.__class__ = _parallel_class(type(module))
+        source: Any = type(module)
+        module.__class__ = _parallel_class(source)
     return ExpertParallel(model, mesh, count)
 
 
