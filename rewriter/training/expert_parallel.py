@@ -222,14 +222,14 @@ class ExpertParallel:
         return [p for name, p in named if p.requires_grad and (name in self.experts) == experts]
 
     @torch.no_grad()
-    def reduce_gradients(self, divide: float | None = None) -> None:
+    def reduce_gradients(self) -> None:
         """Make `.grad` the gradient of the mean of all ranks' losses; once per step, after the last backward pass.
 
         Summed in fp32: those of experts over their replicas, as tokens of the other ranks have brought theirs already,
-        all others over all ranks; both divided by `divide`, by default the number of all ranks. A parameter that has
-        no gradient on any rank gets none.
+        all others over all ranks; both divided by the number of all ranks. A parameter that has no gradient on any
+        rank gets none.
         """
-        ranks = float(self.mesh.size()) if divide is None else divide
+        ranks = float(self.mesh.size())
         buckets = []
         for experts, group, name in (
             (True, self.replicas, "gradients of experts"),
