@@ -47,7 +47,7 @@ def losses(out: Path) -> list[tuple[float, float, float]]:
 
 
 @functools.cache
-def undisturbed(recipe: str = "ladder", **options: Any) -> Path:
+def undisturbed(recipe: str, **options: Any) -> Path:
     """The result of a run that nothing interrupts."""
     out = adapted.root() / f"undisturbed-{recipe}"
     run(out, files=files_of(recipe), **options)
@@ -60,7 +60,7 @@ def files_of(recipe: str) -> tuple[Path, Path, Path]:
 
 @pytest.fixture(scope="module")
 def plain() -> Path:
-    return undisturbed()
+    return undisturbed("ladder")
 
 
 def test_the_loss_falls_and_the_result_is_what_was_measured(plain: Path) -> None:
