@@ -11,7 +11,6 @@ from typing import Any
 import adapted
 import pytest
 import torch
-import traced_once
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -48,7 +47,6 @@ def train_one(
     **options: Any,
 ) -> None:
     """Two backward passes a step, whose rows have different numbers of targets."""
-    traced_once.install(True)  # on ranks too
     settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2 // replicas}
     settings["save_steps"] = save_steps
     adapt(
