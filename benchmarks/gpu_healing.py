@@ -90,7 +90,7 @@ def _saves(scale: Scale) -> list[str]:
 def _last(out: Path) -> Path | None:
     """The last checkpoint of an unfinished run."""
     from rewriter.adapt import checkpoints
-    from rewriter.adapt.job import place_of
+    from rewriter.adapt.checkpoints import place_of
 
     return checkpoints.last(place_of(out))
 

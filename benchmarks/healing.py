@@ -36,11 +36,11 @@ import healing_page
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rewriter.adapt import losses
-from rewriter.adapt.job import place_of
-from rewriter.adapt.run_log import read_metrics
-from rewriter.adapt.students import Batch, HuggingFaceModel
-from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
+from rewriter.adapt import objective
+from rewriter.adapt.checkpoints import place_of
+from rewriter.adapt.log import read_metrics
+from rewriter.adapt.models import Batch, HuggingFaceModel
+from rewriter.adapt.teacher import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.recipes import Recipe
 from rewriter.verify.drift import CALIBRATION
@@ -177,7 +177,7 @@ def _step(student: Any, teacher: Any, batch: Batch, bf16: bool) -> Any:
                 taught = theirs(batch)
             with contextlib.nullcontext() if trunk is None else trunk.given():
                 computed = ours(batch)
-            loss = losses.divergence(computed, taught, losses.own_targets(batch["labels"], computed.indices))
+            loss = objective.divergence(computed, taught, objective.own_targets(batch["labels"], computed.indices))
         loss.backward()
 
     return step

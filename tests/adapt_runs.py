@@ -12,8 +12,9 @@ from rewriter.adapt.options import Options
 
 SETTINGS = {
     "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1, "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 4, "save_steps": 2, "use_cpu": True,
+    "per_device_train_batch_size": 4, "save_steps": 100, "use_cpu": True,
 }  # fmt: skip
+SAVED = {"save_steps": 2}
 
 
 PLAIN = {"method": "sft", "too_long": "truncate"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import multiprocessing
@@ -12,25 +13,25 @@ from typing import Any
 
 import adapted
 import pytest
+import ranks  # noqa: F401
 import torch
-from adapt_runs import SETTINGS, own_files, run
+from adapt_runs import SAVED, SETTINGS, own_files, run
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from rewriter import RewriterError
-from rewriter.adapt import adapted_output, checkpoints
-from rewriter.adapt import losses as loss_functions
+from rewriter.adapt import checkpoints, objective, output
 from rewriter.adapt.adaptation import adapt
-from rewriter.adapt.batches import Order
-from rewriter.adapt.evaluate import evaluate
-from rewriter.adapt.job import AdaptJob, place_of
-from rewriter.adapt.options import Options, parse_settings, schedule
-from rewriter.adapt.run_log import read_metrics
-from rewriter.adapt.run_ranks import RunRanks
-from rewriter.adapt.students import Computed, HuggingFaceModel
+from rewriter.adapt.checkpoints import claimed, place_of
+from rewriter.adapt.log import read_metrics
+from rewriter.adapt.loop import AdaptTrainer, Order, on_device
+from rewriter.adapt.models import HuggingFaceModel, TokenStates
+from rewriter.adapt.objective import evaluate
+from rewriter.adapt.options import Options, parse_settings
+from rewriter.adapt.ranks import RunRanks
+from rewriter.adapt.schedule import schedule
 from rewriter.adapt.token_rows import load_rows
-from rewriter.adapt.trainer import AdaptTrainer, on_device
 from rewriter.adapt.unshard import write_model
 from rewriter.convert.rewritten_source import Opened, write_source
 from rewriter.emit.card import model_card
@@ -38,19 +39,28 @@ from rewriter.emit.manifest import read_manifest
 from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint
 
-_context = multiprocessing.get_context("forkserver")
+_context = multiprocessing.get_context("forkserver")  # which has imported what `ranks` names
 
 
 def losses(out: Path) -> list[tuple[float, float, float]]:
     return [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in read_metrics(out / "training")]
 
 
+@functools.cache
+def undisturbed(recipe: str, **options: Any) -> Path:
+    """The result of a run that nothing interrupts."""
+    out = adapted.root() / f"undisturbed-{recipe}"
+    run(out, files=files_of(recipe), **options)
+    return out
+
+
+def files_of(recipe: str) -> tuple[Path, Path, Path]:
+    return adapted.directory(recipe), *own_files()[1:]
+
+
 @pytest.fixture(scope="module")
 def plain() -> Path:
-    """The result of an undisturbed run."""
-    out = adapted.root() / "plain"
-    run(out)
-    return out
+    return undisturbed("ladder")
 
 
 def test_the_loss_falls_and_the_result_is_what_was_measured(plain: Path) -> None:
@@ -105,7 +115,7 @@ def logged(out: Path) -> list[int]:
     return [event.step for event in shown.Scalars("train/loss")]
 
 
-def _killed(out: Path, where: str, files: tuple[Path, Path, Path]) -> None:
+def _killed(out: Path, where: str, files: tuple[Path, Path, Path], options: dict[str, Any]) -> None:
     """A run that is killed at the moment that `where` names."""
 
     def die(*args: Any, **kwargs: Any) -> None:
@@ -131,33 +141,41 @@ def _killed(out: Path, where: str, files: tuple[Path, Path, Path]) -> None:
 
         checkpoints.save = half
     elif where == "before the first checkpoint":
-        checkpoints.begin = die
+        checkpoints.writing = die
     else:
-        adapted_output.save = die  # when the result is written
-    run(out, files=files)
+        output.save = die  # when the result is written
+    run(out, files=files, settings=SAVED, **options)
 
 
-MOMENTS = ["in a step", "before the first checkpoint", "when the result is written"]
+FROZEN = {"method": "distill", "train": "rewritten"}  # below the first rewritten layer
+MOMENTS = [
+    ("in a checkpoint", "ladder", {}),
+    pytest.param("in a step", "ladder-upper-half", FROZEN, marks=pytest.mark.slow),
+    pytest.param("before the first checkpoint", "ladder", {}, marks=pytest.mark.slow),
+    pytest.param("when the result is written", "ladder", {}, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("where", ["in a checkpoint", *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS)])
-def test_a_killed_run_goes_on_with_the_same_losses(where: str, plain: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    process = _context.Process(target=_killed, args=(out, where, own_files()))
+@pytest.mark.parametrize(("where", "recipe", "options"), MOMENTS)
+def test_a_killed_run_goes_on_with_the_same_losses(
+    where: str, recipe: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    out, files, whole = tmp_path / "out", files_of(recipe), undisturbed(recipe, **options)
+    process = _context.Process(target=_killed, args=(out, where, files, options))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     assert not out.exists()
     with pytest.raises(RewriterError, match="--resume, or delete"):
-        run(out)
+        run(out, files=files, **options)
     with pytest.raises(RewriterError, match=r"--resume: the run in .* had settings .*0\.01.*, this one has .*0\.02"):
-        run(out, resume=True, settings={"learning_rate": 0.02})
-    run(out, resume=True)
-    assert losses(out) == losses(plain)
-    assert logged(out) == logged(plain)
-    expected = load_file(plain / "model.safetensors")
+        run(out, resume=True, files=files, settings={"learning_rate": 0.02}, **options)
+    run(out, resume=True, files=files, settings=SAVED, **options)
+    assert losses(out) == losses(whole)
+    assert logged(out) == logged(whole)
+    expected = load_file(whole / "model.safetensors")
     assert all(torch.equal(t, expected[n]) for n, t in load_file(out / "model.safetensors").items())
-    assert read_manifest(out).adaptation.losses == read_manifest(plain).adaptation.losses  # type: ignore[union-attr]
+    assert read_manifest(out).adaptation.losses == read_manifest(whole).adaptation.losses  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -181,22 +199,22 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_not_a_traceback(
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact, calls = loss_functions.cross_entropy, []
+    exact, calls = objective.cross_entropy, []
 
-    def broken(computed: Computed, targets: torch.Tensor) -> torch.Tensor:
+    def broken(computed: TokenStates, targets: torch.Tensor) -> torch.Tensor:
         calls.append(computed.states.requires_grad)
         bad = sum(calls) == 2 * 4 + 1  # the first pass of step 5
         return exact(computed, targets) * (math.nan if bad else 1.0)
 
-    monkeypatch.setattr(loss_functions, "cross_entropy", broken)
+    monkeypatch.setattr(objective, "cross_entropy", broken)
     out = tmp_path / "out"
     with pytest.raises(RewriterError, match=r"step 5: the loss is nan; .*the last good checkpoint is .*checkpoint-4"):
-        run(out)
+        run(out, settings={"save_steps": 4})
     assert not out.exists()
     kept = checkpoints.last(place_of(out))
     assert kept is not None
     assert kept.name == "checkpoint-4"
-    monkeypatch.setattr(loss_functions, "cross_entropy", exact)
+    monkeypatch.setattr(objective, "cross_entropy", exact)
     run(out, resume=True)
     assert all(map(math.isfinite, [loss for loss, *_ in losses(out)]))
 
@@ -205,11 +223,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: py
 
 
 def test_a_directory_where_a_run_is_at_work_is_not_to_be_deleted(tmp_path: Path) -> None:
-    running = AdaptJob(tmp_path / "out", {}, resume=False)
-    for resume in (False, True):
-        with pytest.raises(RewriterError, match=r"another run is at work there\. Wait for it"):
-            AdaptJob(tmp_path / "out", {}, resume)
-    running.close(done=False)
+    with claimed(tmp_path / "out", {}, resume=False):
+        for resume in (False, True):
+            with pytest.raises(RewriterError, match=r"another run is at work there\. Wait for it"):
+                claimed(tmp_path / "out", {}, resume).__enter__()
+    with pytest.raises(KeyboardInterrupt), claimed(tmp_path / "out", {}, resume=False):
+        raise KeyboardInterrupt
     assert not list(tmp_path.iterdir()), "without a checkpoint there is nothing to go on from"
 
 
@@ -235,6 +254,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
         ({"method": "sft", "cross_entropy": 1.0}, r"--cross-entropy 1.0 is a part of the distillation loss"),
         ({"method": "distill", "from_scratch": True}, r"--from-scratch --method distill"),
         ({"length": 1}, r"--length 1: expected 2 or more"),
+        ({"too_long": "cut"}, r"--too-long cut: expected truncate, split, refuse"),
         ({"sp": 2, "settings": {"gradient_checkpointing": True}}, r"--set gradient_checkpointing with --sp 2"),
         ({"tp": 2, "settings": {"neftune_noise_alpha": 5}}, r"--set neftune_noise_alpha with --tp 2"),
         ({"ep": 2, "tp": 2}, r"--tp with --ep 2: its ranks share heads and channels"),

@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rewriter.adapt import packing as packing_module
-from rewriter.adapt.packing import first_fit
-from rewriter.adapt.token_rows import Counts, Rows, load_rows
+from rewriter.adapt import token_rows
+from rewriter.adapt.token_rows import Counts, Rows, first_fit, load_rows
 from rewriter.common.errors import RewriterError
 
 # Token n < 256 is byte n, which is what makes expected rows easy to write down.
@@ -174,7 +173,7 @@ def test_every_token_is_in_its_row_once_and_every_target_is_one(
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 4))
 def test_rows_that_are_no_longer_tried_change_nothing_but_how_full_rows_are(sizes: list[int], window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing_module, "OPEN_ROWS", window)
+        patch.setattr(token_rows, "_OPEN_ROWS", window)
         rows = first_fit(np.array(sizes, np.int64), 20)
     used = np.bincount(rows, sizes) if sizes else np.zeros(0)
     assert (used <= 20).all()
@@ -384,12 +383,6 @@ def test_a_text_without_a_target_is_a_fault(tmp_path: Path) -> None:
     plain = tokenizer(eos_token=None, add_bos_token=False)
     with pytest.raises(RewriterError, match=rf"^{path}:2: empty after masking: none of its 1 tokens is a target"):
         load_rows(path, plain, length=8)
-
-
-@pytest.mark.parametrize("options", [{"length": 1}, {"length": 8, "too_long": "cut"}])
-def test_wrong_options_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(RewriterError, match=r"length 1: a row needs|too_long 'cut': unknown"):
-        load_rows(written(tmp_path, GOOD), shared(), **options)
 
 
 # Sources

@@ -15,18 +15,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rewriter import RewriterError
-from rewriter.adapt import losses, self_written, student_setup
+from rewriter.adapt import adaptation, objective, self_written
 from rewriter.adapt.adaptation import adapt
-from rewriter.adapt.budget import HIGHEST_RATE, WIDTH, Budget, _at_once, plan
+from rewriter.adapt.data_set import OwnText
+from rewriter.adapt.log import read_metrics
+from rewriter.adapt.models import HuggingFaceModel
 from rewriter.adapt.options import Options
-from rewriter.adapt.run_log import read_metrics
-from rewriter.adapt.run_ranks import RunRanks
-from rewriter.adapt.self_data import source_of
+from rewriter.adapt.ranks import RunRanks
+from rewriter.adapt.schedule import HIGHEST_RATE, WIDTH, Budget, plan
 from rewriter.adapt.self_written import chat_turns
 from rewriter.adapt.self_written import self_written as write
-from rewriter.adapt.students import HuggingFaceModel
-from rewriter.adapt.trainer import AdaptTrainer
-from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
+from rewriter.adapt.teacher import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.common.text_settings import stream_width
 from rewriter.convert.rewritten_source import open_output
@@ -73,8 +72,10 @@ def test_a_backward_pass_on_a_cpu_takes_no_more_tokens_than_it_has_to() -> None:
         options = Options(method="distill", tokens=10**6, settings=given)
         _, sizes = plan(None, options, rows=300, length=512, width=576, replicas=1, device=CPU)
         assert (sizes.micro_batch, sizes.batch, sizes.micro_batch * sizes.accumulation) == (micro, 4, 4)
-    assert _at_once(4, 2048, CPU) == {"per_device_train_batch_size": 1}
-    assert _at_once(4, 512, torch.device("cuda")) == {}
+    options = Options(method="distill", tokens=10**6)
+    for length, device, micro in ((2048, CPU, 1), (256, torch.device("cuda"), 8)):
+        _, sizes = plan(None, options, rows=300, length=length, width=576, replicas=1, device=device)
+        assert sizes.micro_batch == micro
 
 
 def test_bf16_where_the_device_multiplies_it_and_matrices_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +214,12 @@ def test_text_is_that_of_the_source_whatever_order_its_channels_are_in(
 ) -> None:
     monkeypatch.setattr(self_written, "ROW", 48)  # tokens
     tiny = Path(__file__).parents[1] / "examples" / "tiny-llama"
-    texts = []
-    for recipe in ("desync-2x-sum", "ladder"):
-        convert(tiny, recipe, out=tmp_path / recipe, tp=2, verify="none")
-        opened = open_output(tmp_path / recipe)
-        texts.append(source_of(opened, "self:1000", None, True, RunRanks(), CPU, silent))
-    weights = [load_file(tmp_path / recipe / "model.safetensors") for recipe in ("desync-2x-sum", "ladder")]
-    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0]), "one is permuted"
-    assert texts[0] == texts[1] == str(write(tiny, 1000, CPU, silent))
+    convert(tiny, "desync-2x-sum", out=tmp_path / "out", tp=2, verify="none")
+    opened = open_output(tmp_path / "out")
+    text = OwnText(opened, Options(), None, True, RunRanks(), CPU, silent).file_of("self:1000")
+    before, after = (load_file(place / "model.safetensors") for place in (tiny, tmp_path / "out"))
+    assert any(not torch.equal(before[name], after[name]) for name in before), "channels are permuted"
+    assert text == str(write(tiny, 1000, CPU, silent))
     assert len(list(own_cache.rglob("part-*.jsonl"))) == 1
 
 
@@ -314,8 +313,8 @@ def test_loss_and_gradients_are_those_of_computing_everything() -> None:
             with torch.no_grad():
                 taught = theirs(batch())
             computed = ours(batch())
-        targets = losses.own_targets(batch()["labels"], computed.indices)
-        loss = losses.divergence(computed, taught, targets)
+        targets = objective.own_targets(batch()["labels"], computed.indices)
+        loss = objective.divergence(computed, taught, targets)
         loss.backward()
         return float(loss), {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
 
@@ -361,8 +360,7 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    original = student_setup.trunk
-    monkeypatch.setattr(student_setup, "trunk", lambda *args: made.append(original(*args)) or made[-1])
+    monkeypatch.setattr(adaptation, "loss_of", lambda *args: made.append(args[-1]) or objective.loss_of(*args))
     directory = adapted.directory("ladder-upper-half")
     files = (directory, adapted.text_file(), adapted.text_file(20, 1))
     settings = {"learning_rate": 1e-3}
@@ -378,36 +376,6 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
     assert made[1] is None
     first = read_metrics(tmp_path / "all" / "training")[0]
     assert first["divergence"] == pytest.approx(lines[0]["divergence"], rel=1e-4), "the same function"
-
-
-@pytest.mark.slow  # as test_adapt.py kills one
-def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the bit."""
-    files = (adapted.directory("ladder-upper-half"), adapted.text_file(), adapted.text_file(20, 1))
-    options: dict[str, Any] = {
-        "files": files, "method": "distill", "train": "rewritten", "settings": {"learning_rate": 1e-3},
-    }  # fmt: skip
-    run(tmp_path / "whole", **options)
-    step, calls = AdaptTrainer.training_step, []
-
-    def broken(self: AdaptTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 10:  # two backward passes a step: in the fifth
-            raise RuntimeError("interrupted")
-        return step(self, *args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(AdaptTrainer, "training_step", broken)
-        with pytest.raises(RuntimeError, match="interrupted"):
-            run(tmp_path / "cut", **options)
-    run(tmp_path / "cut", resume=True, **options)
-    whole, cut = (read_metrics(tmp_path / name / "training") for name in ("whole", "cut"))
-    assert [line["step"] for line in cut] == [1, 2, 3, 4, 5, 6]
-    assert [(line["loss"], line["grad_norm"]) for line in cut] == [(line["loss"], line["grad_norm"]) for line in whole]
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_parts_that_do_not_train_apart_are_refused() -> None:

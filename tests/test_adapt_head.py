@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
 
-from rewriter.adapt import losses
-from rewriter.adapt.students import Computed, HuggingFaceModel
+from rewriter.adapt import objective
+from rewriter.adapt.models import HuggingFaceModel, TokenStates
 from rewriter.runtime.loss import IGNORED
 
 ROWS, LENGTH = 2, 21
@@ -35,7 +35,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check(model: nn.Module, of_states: Callable[[Computed], Tensor], of_logits: Callable[[Tensor], Tensor]) -> None:
+def check(model: nn.Module, of_states: Callable[[TokenStates], Tensor], of_logits: Callable[[Tensor], Tensor]) -> None:
     """A loss and its gradients, of chunks and of all logits [N, V] that have a target."""
     computed = HuggingFaceModel(model, None)(batch())
     assert computed.head is not None
@@ -52,7 +52,7 @@ def check(model: nn.Module, of_states: Callable[[Computed], Tensor], of_logits: 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_CHUNK", 3 * 256)
+    monkeypatch.setattr(objective, "_CHUNK", 3 * 256)
 
 
 @pytest.mark.parametrize("family", APART)
@@ -61,7 +61,7 @@ def test_chunks_give_the_cross_entropy_and_its_gradients(family: str) -> None:
     own = wanted[wanted != IGNORED]
     check(
         zoo.build(family).eval(),
-        lambda computed: losses.cross_entropy(computed, wanted),
+        lambda computed: objective.cross_entropy(computed, wanted),
         lambda logits: F.cross_entropy(logits, own, reduction="sum"),
     )
 
@@ -76,14 +76,14 @@ def test_chunks_give_the_divergence_and_its_gradients(family: str) -> None:
         p = there.softmax(-1)
         return 4 * (p * (p.log() - (logits / 2).log_softmax(-1))).sum()
 
-    check(zoo.build(family).eval(), lambda computed: losses.divergence(computed, taught, wanted, 2.0), direct)
+    check(zoo.build(family).eval(), lambda computed: objective.divergence(computed, taught, wanted, 2.0), direct)
 
 
 def test_no_more_logits_are_there_than_a_chunk_has() -> None:
     model, seen = zoo.build("llama").eval(), []
     computed = HuggingFaceModel(model, None)(batch())
     handle = model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[2].shape[1]))
-    losses.cross_entropy(computed, targets()).backward()
+    objective.cross_entropy(computed, targets()).backward()
     handle.remove()
     assert max(seen) == 3
     assert sum(seen) == int((targets() != IGNORED).sum())  # and none is computed twice
@@ -92,7 +92,7 @@ def test_no_more_logits_are_there_than_a_chunk_has() -> None:
 def test_without_targets_there_is_a_gradient_of_nothing() -> None:
     model = zoo.build("llama").eval()
     computed = HuggingFaceModel(model, None)(batch())
-    found = gradients(model, losses.cross_entropy(computed, torch.full((ROWS, LENGTH), IGNORED)))
+    found = gradients(model, objective.cross_entropy(computed, torch.full((ROWS, LENGTH), IGNORED)))
     assert all(gradient.eq(0).all() for gradient in found.values())
 
 

@@ -12,8 +12,8 @@ import torch
 from adapt_runs import run
 from safetensors.torch import load_file
 
-from rewriter.adapt import adapted_output, student_setup
-from rewriter.adapt.run_log import read_metrics
+from rewriter.adapt import output, students
+from rewriter.adapt.log import read_metrics
 from rewriter.training.zero.frozen import FrozenLinear
 
 
@@ -27,13 +27,13 @@ def test_a_distilled_model_follows_the_original_not_the_data(tmp_path: Path) -> 
 
 def test_with_adapters_the_teacher_has_no_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, Any]] = []
-    original = student_setup.teacher
+    original = students.teacher
 
     def watched(built: Any, *args: Any) -> Any:
         made.append((built, original(built, *args)))
         return made[-1][1]
 
-    monkeypatch.setattr(student_setup, "teacher", watched)
+    monkeypatch.setattr(students, "teacher", watched)
     run(tmp_path / "out", method="distill", lora=4)
     built, theirs = made[0]
     held = {p.untyped_storage().data_ptr() for p in built.model.module.parameters()}
@@ -48,7 +48,7 @@ def test_a_quantized_base_is_read_and_the_exact_one_is_written(tmp_path: Path, m
     """int8 holds a quarter of fp32 and its scales; only adapters move; what is stored is the source's weights with
     them, not the dequantized ones."""
     done, before, after = [], {}, {}
-    quantize, merge = student_setup.quantize_frozen, adapted_output.merge
+    quantize, merge = students.quantize_frozen, output.merge
 
     def quantized(module: Any, format: str) -> Any:
         done.append(quantize(module, format))
@@ -61,8 +61,8 @@ def test_a_quantized_base_is_read_and_the_exact_one_is_written(tmp_path: Path, m
         after["base"] = {n: m.dequantized() for n, m in module.named_modules() if isinstance(m, FrozenLinear)}
         merge(built)
 
-    monkeypatch.setattr(student_setup, "quantize_frozen", quantized)
-    monkeypatch.setattr(adapted_output, "merge", merged)
+    monkeypatch.setattr(students, "quantize_frozen", quantized)
+    monkeypatch.setattr(output, "merge", merged)
     source = adapted.directory("ladder", hidden=256)
     out = tmp_path / "out"
     run(out, files=(source, adapted.text_file(), adapted.text_file(20, 1)), lora=4, base="int8")

@@ -15,13 +15,14 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from rewriter.adapt.adaptation import adapt
+from rewriter.adapt.log import read_metrics
 from rewriter.adapt.options import Options
-from rewriter.adapt.run_log import read_metrics
 
-STEPS, ROWS = 5, 8
-SETTINGS = {"max_steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 1, "save_steps": 2, "use_cpu": True}
+STEPS, ROWS = 4, 8
+SETTINGS = {"max_steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 1, "use_cpu": True}
 Case = tuple[str, dict[str, Any]]
 """Name of the directory, options."""
+Gathered = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def train(group: Any, files: dict[str, Path], out: Path, cases: list[Case]) -> None:
@@ -37,10 +38,17 @@ PLAIN = {"method": "sft", "too_long": "truncate"}
 
 
 def train_one(
-    files: dict[str, Path], name: str, out: Path, replicas: int = 1, resume: bool = False, **options: Any
+    files: dict[str, Path],
+    name: str,
+    out: Path,
+    replicas: int = 1,
+    resume: bool = False,
+    save_steps: int = 100,
+    **options: Any,
 ) -> None:
     """Two backward passes a step, whose rows have different numbers of targets."""
     settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2 // replicas}
+    settings["save_steps"] = save_steps
     adapt(
         files[name], data=files["text"], evaluation=files["evaluation"], out=out, verify="none", resume=resume,
         options=Options(length=adapted.LENGTH, settings=settings, **(PLAIN | options)),
@@ -48,14 +56,14 @@ def train_one(
 
 
 @functools.cache
-def files() -> dict[str, Path]:
-    return {
+def files(wide: bool = False) -> dict[str, Path]:
+    more = {"wide": adapted.directory("ladder", 2, hidden=256)} if wide else {}
+    return more | {
         "text": adapted.text_file(),
         "evaluation": adapted.text_file(20, 1),
         "ladder": adapted.directory("ladder", 2),
         "desync": adapted.directory("desync-4x-sum", 2),
         "mixtral": adapted.directory("ladder", 2, "mixtral"),
-        "wide": adapted.directory("ladder", 2, hidden=256),
     }
 
 
@@ -63,7 +71,7 @@ def alone(name: str, method: str = "sft", lora: int = 0, base: str | None = None
     """The result on one device, trained once."""
     out = adapted.root() / f"alone-{name}-{method}-{lora}-{base}"
     if not out.exists():
-        train(None, files(), out, [(name, {"method": method, "lora": lora, "base": base})])
+        train(None, files(name == "wide"), out, [(name, {"method": method, "lora": lora, "base": base})])
     return out / "0"
 
 
@@ -84,19 +92,24 @@ def assert_same_training(result: Path, expected: Path) -> None:
 TWO: list[Case] = [("ladder", {"zero": "3"}), ("desync", {"tp": 2}), ("mixtral", {"ep": 2})]
 
 
+def of_two(group: Any, files: dict[str, Path], out: Path) -> Gathered:
+    train(group, files, out, TWO)
+    halves(group, files, out / "resumed", {"zero": "3", "dp": 2})
+    return gathered(group)
+
+
 @pytest.fixture(scope="module")
-def two() -> Path:
-    """The results of `TWO`."""
+def two() -> tuple[Path, list[Gathered]]:
+    """The results of `TWO`, of a run by FSDP2 that was resumed, and what each rank computes with quantized weights."""
     out = adapted.root() / "two"
-    run_ranks(train, 2, files(), out, TWO)
-    return out
+    return out, run_ranks(of_two, 2, files(), out)
 
 
 @pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp", "ep"])
-def test_two_ranks_train_as_one_device(index: int, two: Path) -> None:
+def test_two_ranks_train_as_one_device(index: int, two: tuple[Path, list[Gathered]]) -> None:
     """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, which one device computes too;
     expert-parallel."""
-    assert_same_training(two / str(index), alone(TWO[index][0]))
+    assert_same_training(two[0] / str(index), alone(TWO[index][0]))
 
 
 MORE_OF_TWO: list[Case] = [
@@ -116,7 +129,7 @@ MORE_OF_TWO: list[Case] = [
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_device_in_every_other_way(tmp_path: Path) -> None:
-    run_ranks(train, 2, files(), tmp_path, MORE_OF_TWO, timeout=600)
+    run_ranks(train, 2, files(wide=True), tmp_path, MORE_OF_TWO, timeout=600)
     for index, (name, options) in enumerate(MORE_OF_TWO):
         expected = alone(name, **{k: v for k, v in options.items() if k in ("method", "lora", "base")})
         assert_same_training(tmp_path / str(index), expected)
@@ -147,11 +160,11 @@ def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
 def on_two_nodes(group: Any, files: dict[str, Path], out: Path) -> tuple[list[int], list[torch.Tensor]]:
     """Node-local training on nodes of two ranks: the ranks that this rank's weights are sharded over, and its shards
     after the last step."""
-    from rewriter.adapt import adapted_output
+    from rewriter.adapt import output
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     found: list[Any] = []
-    merge = adapted_output.merge
+    merge = output.merge
 
     def watched(built: Any) -> None:
         parameters = list(built.model.module.parameters())
@@ -159,7 +172,7 @@ def on_two_nodes(group: Any, files: dict[str, Path], out: Path) -> tuple[list[in
         found.append([p.to_local().clone() for p in parameters])
         merge(built)
 
-    adapted_output.merge = watched
+    output.merge = watched
     train(group, files, out, [("ladder", {"zero": "node-local"})])
     return found[0], found[1]
 
@@ -182,7 +195,7 @@ def test_weights_stay_in_their_node(tmp_path: Path) -> None:
 
 def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any]) -> None:
     """A run that stops after its first checkpoint, by an error on all ranks, and is resumed."""
-    from rewriter.adapt.trainer import AdaptTrainer
+    from rewriter.adapt.loop import AdaptTrainer
 
     before, calls, name = AdaptTrainer.training_step, [], "mixtral" if "ep" in options else "ladder"
     os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -197,37 +210,36 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
     replicas = options.pop("dp", 1)
     for resume in (False, True):
         try:
-            train_one(files, name, out, replicas, resume, **options)
+            train_one(files, name, out, replicas, resume, save_steps=2, **options)
         except KeyboardInterrupt:
             assert not resume
+    AdaptTrainer.training_step = before  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"zero": "3", "dp": 2},
-        *(
-            pytest.param({**options, "dp": 2}, marks=pytest.mark.slow)
-            for options in ({"ep": 2}, {"zero": "node-local"}, {"zero": "2"})
-        ),
-        pytest.param({"tp": 2}, marks=pytest.mark.slow),
-    ],
-    ids=["fsdp2", "ep", "node-local", "zero 2", "tp"],
-)
-def test_ranks_that_are_interrupted_go_on_with_the_same_losses(
-    options: dict[str, Any], two: Path, tmp_path: Path
-) -> None:
-    run_ranks(halves, 2, files(), tmp_path / "out", dict(options))
-    case = ("mixtral" if "ep" in options else "ladder", {k: v for k, v in options.items() if k != "dp"})
-    undisturbed = two / str(TWO.index(case)) if case in TWO else tmp_path / "0"
-    if case not in TWO:
-        run_ranks(train, 2, files(), tmp_path, [case])
-    ours, theirs = (read_metrics(path / "training") for path in (tmp_path / "out", undisturbed))
+def assert_same_losses(result: Path, expected: Path) -> None:
+    ours, theirs = (read_metrics(path / "training") for path in (result, expected))
     for a, b in zip(ours, theirs, strict=True):
         assert (a["step"], a["loss"], a["grad_norm"]) == (b["step"], b["loss"], b["grad_norm"])
 
 
-def gathered(group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def test_ranks_that_are_interrupted_go_on_with_the_same_losses(two: tuple[Path, list[Gathered]]) -> None:
+    assert_same_losses(two[0] / "resumed", two[0] / "0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"ep": 2, "dp": 2}, {"zero": "node-local", "dp": 2}, {"zero": "2", "dp": 2}, {"tp": 2}],
+    ids=["ep", "node-local", "zero 2", "tp"],
+)
+def test_ranks_of_every_other_kind_that_are_interrupted_do(options: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(halves, 2, files(), tmp_path / "out", dict(options))
+    case = ("mixtral" if "ep" in options else "ladder", {k: v for k, v in options.items() if k != "dp"})
+    run_ranks(train, 2, files(), tmp_path, [case])
+    assert_same_losses(tmp_path / "out", tmp_path / "0")
+
+
+def gathered(group: Any) -> Gathered:
     """What a layer computes: with weights as they are, quantized on their way, and within `exact_weights`."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -249,7 +261,7 @@ def gathered(group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return whole.detach(), quantized, exact
 
 
-def test_what_is_measured_is_what_is_stored_though_weights_travel_quantized() -> None:
-    for whole, quantized, exact in run_ranks(gathered, 2):
+def test_what_is_measured_is_what_is_stored_though_weights_travel_quantized(two: tuple[Path, list[Gathered]]) -> None:
+    for whole, quantized, exact in two[1]:
         assert torch.allclose(exact, whole, rtol=1e-6, atol=1e-7)
         assert (quantized - whole).abs().max() > 1e-4

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rewriter as rw
-from rewriter.adapt import adapted_output
+from rewriter.adapt import output
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.coverage.configs import registered_types, small_config
 from rewriter.emit import output_files, weight_references
@@ -138,7 +138,7 @@ def test_trained_weights_are_rounded_as_transformers_casts_them(tmp_path: Path) 
     config.save_pretrained(tmp_path)
     model = build_model(config)
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    adapted_output.round_to(model, tmp_path, "bfloat16")
+    output.round_to(model, tmp_path, "bfloat16")
     for name, tensor in model.named_parameters():
         kept = name.endswith("gate.wg.weight")
         assert torch.equal(tensor, before[name] if kept else before[name].bfloat16().float()), name

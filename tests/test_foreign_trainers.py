@@ -20,7 +20,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from rewriter.adapt.isolation import isolates_segments
+from rewriter.adapt.models import isolates_segments
 from rewriter.adapt.token_rows import Rows, load_rows
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface

@@ -12,7 +12,7 @@ import zoo
 from test_adapt_data import BOS, EOS, shared, written
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rewriter.adapt.isolation import isolates_segments
+from rewriter.adapt.models import isolates_segments
 from rewriter.adapt.token_rows import load_rows
 
 

@@ -11,8 +11,8 @@ import zoo
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rewriter.adapt import quick_decoding
-from rewriter.adapt.quick_decoding import RoomyLayer, with_bf16_products, with_room
+from rewriter.adapt import self_written
+from rewriter.adapt.self_written import RoomyLayer, with_bf16_products, with_room
 from rewriter.common.cache_names import cache_argument, cache_of
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
@@ -44,8 +44,8 @@ def test_a_cache_with_room_gives_the_same(family: str) -> None:
 
 
 def test_products_in_bf16_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_decoding, "multiplies_bf16", lambda device: True)
-    monkeypatch.setattr(quick_decoding, "WIDE_ENOUGH", 1)
+    monkeypatch.setattr(self_written, "multiplies_bf16", lambda device: True)
+    monkeypatch.setattr(self_written, "WIDE_ENOUGH", 1)
     exact = decoded(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval(), roomy=False)
     model = with_bf16_products(AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval())
     assert {layer.weight.dtype for layer in model.modules() if type(layer) is nn.Linear} == {torch.bfloat16}
@@ -58,6 +58,6 @@ def test_products_in_bf16_are_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 def test_narrow_products_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their casts take longer than their products."""
-    monkeypatch.setattr(quick_decoding, "multiplies_bf16", lambda device: True)
+    monkeypatch.setattr(self_written, "multiplies_bf16", lambda device: True)
     model = with_bf16_products(zoo.build("llama"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

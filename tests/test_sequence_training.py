@@ -11,7 +11,7 @@ import runtime_reference as reference
 import torch
 import torch.nn.functional as F
 from ranks import refusal, run_ranks
-from zero_gradients import gradient_of
+from zero_stage_model import gradient_of
 
 from rewriter.ops import SequencePlan
 

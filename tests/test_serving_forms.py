@@ -19,26 +19,24 @@ def sums(delays, cuts=(), mergeable=True, **others):
     return [[step.sum.value for step in layer] for layer in schedule_of(config, cuts, mergeable).layers]
 
 
-def test_a_standard_model_keeps_its_sums_inside():
-    assert sums([[0, 0], [0, 0]]) == [["inside", "inside"]] * 2
+SCHEDULES = {
+    "a standard model keeps its sums inside": ([[0, 0], [0, 0]], {}, [["inside", "inside"]] * 2),
+    "a ladder begins, steps and drains": ([[0, 1], [1, 1]], {}, [["begin", "step"], ["step", "drain"]]),
+    "standard layers around one": (
+        [[0, 0], [1, 1], [0, 0]], {}, [["inside", "begin"], ["step", "drain"], ["inside", "inside"]],
+    ),
+    "a parallel layer sums once": ([[0, 1], [0, 1]], {}, [["hold", "both"]] * 2),
+    "but not where more than numbers follow": ([[0, 1], [0, 1]], {"mergeable": False}, [["begin", "drain"]] * 2),
+    "what is under way ends with a pipeline stage": (
+        [[0, 1], [1, 1], [1, 1]], {"cuts": [0]}, [["hold", "both"], ["begin", "step"], ["step", "drain"]],
+    ),
+}  # fmt: skip
 
 
-def test_a_ladder_begins_steps_and_drains():
-    assert sums([[0, 1], [1, 1]]) == [["begin", "step"], ["step", "drain"]]
-    assert sums([[0, 0], [1, 1], [0, 0]]) == [["inside", "begin"], ["step", "drain"], ["inside", "inside"]]
-
-
-def test_a_parallel_layer_sums_once_where_numbers_alone_follow():
-    assert sums([[0, 1], [0, 1]]) == [["hold", "both"]] * 2
-    assert sums([[0, 1], [0, 1]], mergeable=False) == [["begin", "drain"]] * 2
-
-
-def test_a_parallel_layer_inside_a_ladder_does_not_hold_its_sum():
-    assert sums([[0, 1], [1, 1]])[0] == ["begin", "step"]
-
-
-def test_what_is_under_way_ends_with_a_pipeline_stage():
-    assert sums([[0, 1], [1, 1], [1, 1]], cuts=[0]) == [["hold", "both"], ["begin", "step"], ["step", "drain"]]
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_sums_follow_from_delays(case):
+    delays, options, expected = SCHEDULES[case]
+    assert sums(delays, **options) == expected
 
 
 def test_desynced_blocks_are_as_the_pattern_says():

@@ -17,8 +17,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from zero_model import LOCAL, NODES, RANKS, backward, batches, marked, model, node_local, sharded
 
 from rewriter.training import node_local_optimizer, node_mesh
-from rewriter.training.zero import slices
-from rewriter.training.zero.slices import SlicedGroup
+from rewriter.training.zero import node_local as module
+from rewriter.training.zero.node_local import SlicedGroup
 
 
 def adam(groups):
@@ -78,8 +78,8 @@ def case_gradients(group, expected, case):
 
 
 def summed_over_nodes(patch):
-    start = slices.reduce_scatter_start
-    patch(slices, "reduce_scatter_start", lambda *a, factor, **k: start(*a, factor=factor * NODES, **k))
+    start = module.reduce_scatter_start
+    patch(module, "reduce_scatter_start", lambda *a, factor, **k: start(*a, factor=factor * NODES, **k))
 
 
 def owner_adds_what_it_holds(patch):

@@ -12,8 +12,7 @@ from ranks import refusal, run_ranks
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zero_gradients import gradient_of
-from zero_stage_model import WIDTH, adam, model, rows
+from zero_stage_model import WIDTH, adam, gradient_of, model, rows
 
 from rewriter import RewriterError
 from rewriter.training import zero_optimizer
@@ -143,9 +142,10 @@ def test_a_second_gradient_after_the_bucket_was_sent_is_refused():
 def test_buckets_are_sent_while_backward_runs(monkeypatch):
     made, order = model(), []
     zero_optimizer(made, adam, None, stage=2, bucket_bytes=1)
-    start, take = Bucket.start, Bucket.take
-    monkeypatch.setattr(Bucket, "start", lambda self, *a: [order.append(self.parameters[0].name), start(self, *a)][1])
-    monkeypatch.setattr(Bucket, "take", lambda self, *a: [order.append("taken"), take(self, *a)][1])
+    names = {parameter: name for name, parameter in made.named_parameters()}
+    start, finish = Bucket.start, Bucket.finish
+    monkeypatch.setattr(Bucket, "start", lambda self: [order.append(names[self.parameters[0]]), start(self)][1])
+    monkeypatch.setattr(Bucket, "finish", lambda self: [order.append("taken"), finish(self)][1])
     made.up.register_full_backward_pre_hook(lambda module, gradients: order.append("backward of up"))
     made(rows(0, 0, 0), True).backward()
     assert order[:3] == ["head.bias", "down.weight", "backward of up"]

@@ -22,7 +22,7 @@ from rewriter.runtime import record_events
 from rewriter.training import zero_optimizer
 from rewriter.training.zero import buckets, flat, stages
 
-STEPS = 6
+STEPS = 4
 SMALL = 4000  # bytes of a bucket: several, some of them with pieces of several owners
 
 
@@ -35,12 +35,10 @@ def decayed(made):
     ]
 
 
-# name: dtype, stage, micro-batches, what else: buckets per owner, groups, clipping, a scheduler, one bucket
+# name: dtype, stage, micro-batches, what else: groups, clipping, a scheduler, one bucket
 CASES = {
     "1": (torch.float64, 1, 1, ()),
     "2": (torch.float64, 2, 1, ()),
-    "1 per owner": (torch.float64, 1, 1, ("per owner",)),
-    "2 per owner": (torch.float64, 2, 1, ("per owner",)),
     "1 accumulated": (torch.float64, 1, 3, ("no_sync",)),
     "1 accumulated, every pass sums": (torch.float64, 1, 3, ()),
     "2 accumulated": (torch.float64, 2, 3, ("no_sync",)),
@@ -59,7 +57,6 @@ def staged(made, group, case, **changed):
     options = {
         "params": decayed(made) if "groups" in more else None,
         "bucket_bytes": 1 << 30 if "one bucket" in more else SMALL,
-        "multi_rank_buckets": "per owner" not in more,
     }
     return zero_optimizer(made, adam, group, stage=stage, **{**options, **changed})
 
@@ -98,8 +95,8 @@ def run(group, case, made, optimizer, steps=range(STEPS), scheduler=None):
         scheduler.step()
         made.zero_grad() if step % 2 else optimizer.zero_grad()
     kinds = [event.kind for event in events]
-    ours = {kind: kinds.count(kind) for kind in ("start", "reduce", "all_gather")}
-    sent = sum(event.bytes for event in events if event.kind in ("start", "reduce"))
+    ours = {kind: kinds.count(kind) for kind in ("start", "all_gather")}
+    sent = sum(event.bytes for event in events if event.kind == "start")
     theirs = dict(counted.operators)
     return norms, ours, theirs, sent
 
@@ -118,8 +115,7 @@ def case_result(group, case, **changed):
         "torch": theirs,
         "sent": sent,
         "memory": (state, own, kept),
-        "buckets": [[section.owner for section in bucket.sections] for bucket in optimizer.reducer.buckets],
-        "pieces": sum(len(s.parameters) for bucket in optimizer.reducer.buckets for s in bucket.sections),
+        "buckets": len(optimizer.reducer.buckets),
     }
 
 
@@ -128,8 +124,7 @@ def case_result(group, case, **changed):
 
 def owner_off_by_one(patch):
     """Each rank steps its neighbour's part, and gives it as its own."""
-    for module in (buckets, flat):
-        patch(module, "group_rank", lambda group: (group.rank() + 1) % group.size())
+    patch(flat, "group_rank", lambda group: (group.rank() + 1) % group.size())
 
 
 def not_averaged(patch):
@@ -164,11 +159,11 @@ def gathered_before_the_step(patch):
 
 
 def unused_are_stepped(patch):
-    patch(buckets.Bucket, "_used", lambda self, section: [True] * len(section.parameters))
+    patch(buckets.Bucket, "_used", lambda self: [True] * len(self.parameters))
 
 
 def unused_elsewhere_are_forgotten(patch):
-    patch(buckets.Bucket, "_used", lambda self, section: [i in self.filled for i in section.parameters])
+    patch(buckets.Bucket, "_used", lambda self: [i in self.filled for i in range(len(self.parameters))])
 
 
 def reduced_in_bf16(patch):
@@ -209,7 +204,7 @@ def resumed(group, case):
     made = model(CASES[case][0])
     optimizer = staged(made, group, case)
     scheduler = schedule(optimizer, CASES[case][3])
-    run(group, case, made, optimizer, range(3), scheduler)
+    run(group, case, made, optimizer, range(STEPS // 2), scheduler)
     saved = io.BytesIO()
     torch.save([made.state_dict(), optimizer.state_dict(), scheduler.state_dict()], saved)
     saved.seek(0)
@@ -220,7 +215,7 @@ def resumed(group, case):
     made.load_state_dict(weights)
     optimizer.load_state_dict(state)
     scheduler.load_state_dict(rates)
-    run(group, case, made, optimizer, range(3, STEPS), scheduler)
+    run(group, case, made, optimizer, range(STEPS // 2, STEPS), scheduler)
     return whole, {n: p.detach().clone() for n, p in made.named_parameters()}
 
 
@@ -308,50 +303,39 @@ def test_what_is_not_trained_or_used_stays():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stages_and_reductions_agree_to_the_bit(ranks):
-    """With two ranks also reductions per owner: a sum of two numbers has one order."""
+    """With two ranks in buckets of any size: a sum of two numbers has one order."""
     cases = results(ranks)[0]["cases"]
     for name, value in cases["1"]["parameters"].items():
-        for other in ("2", *(("1 per owner", "2 per owner", "1 one bucket") if ranks == 2 else ())):
+        for other in ("2", *(("1 one bucket",) if ranks == 2 else ())):
             assert torch.equal(value, cases[other]["parameters"][name]), (name, other)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_of_a_step(ranks):
-    """One all-reduce for each bucket, however many own parts of it, and one all-gather; else one reduce per owner."""
+    """One all-reduce for each bucket, however many own parts of it, and one all-gather."""
     found = results(ranks)[0]["cases"]
     buckets = found["1"]["buckets"]
-    sections = sum(map(len, buckets))
-    assert len(buckets) > 2
-    assert sections == len(buckets) + ranks - 1  # the parts are contiguous: each boundary between them cuts a bucket
+    assert buckets > 2
     expected = {
-        "1": (len(buckets), 0),
-        "2": (len(buckets), 0),
-        "1 per owner": (0, sections),
-        "2 per owner": (0, sections),
-        "1 accumulated": (len(buckets), 0),  # no_sync
-        "1 accumulated, every pass sums": (3 * len(buckets), 0),
-        "2 accumulated": (3 * len(buckets), 0),
-        "1 one bucket": (1, 0),
+        "1": buckets,
+        "2": buckets,
+        "1 accumulated": buckets,  # no_sync
+        "1 accumulated, every pass sums": 3 * buckets,
+        "2 accumulated": 3 * buckets,
+        "1 one bucket": 1,
     }
-    for case, (all_reduces, reduces) in expected.items():
-        assert found[case]["events"] == {"start": all_reduces, "reduce": reduces, "all_gather": 1}, case
-        assert found[case]["torch"] == {
-            op: count
-            for op, count in (("allreduce_", all_reduces), ("reduce_", reduces), ("_allgather_base_", 1))
-            if count
-        }
-    one = found["1 one bucket"]
-    assert one["buckets"] == [list(range(ranks))]  # of which reductions per owner would need as many as ranks
+    for case, all_reduces in expected.items():
+        assert found[case]["events"] == {"start": all_reduces, "all_gather": 1}, case
+        assert found[case]["torch"] == {"allreduce_": all_reduces, "_allgather_base_": 1}, case
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_of_a_step(ranks):
-    """Every trained element once, and a number for every piece of a parameter."""
-    elements = sum(p.numel() for p in model().parameters() if p.requires_grad)
-    for case, size in (("1", 8), ("1 per owner", 8), ("2 fp32", 4), ("1 bf16", 4)):
-        found = results(ranks)[0]["cases"][case]
-        assert found["sent"] == size * (elements + found["pieces"])
-    assert results(ranks)[0]["cases"]["2 bf16"]["sent"] == 2 * 4 * (elements + found["pieces"])
+    """Every trained element once, and a number for every parameter."""
+    trained = [p for p in model().parameters() if p.requires_grad]
+    numbers = sum(p.numel() for p in trained) + len(trained)
+    for case, size in (("1", 8), ("2 fp32", 4), ("1 bf16", 4), ("2 bf16", 2 * 4)):
+        assert results(ranks)[0]["cases"][case]["sent"] == size * numbers, case
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -54,3 +54,16 @@ def rows(step, micro, rank):
 
 def adam(groups):
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05)
+
+
+def gradient_of(optimizer, parameter):
+    """This rank's part of a parameter's gradient: zeros elsewhere, None where it has no part or none was computed.
+
+    In the parameter's shape and the master weights' dtype; summed over the group it is the whole gradient.
+    """
+    for _, held in optimizer._places:
+        if held.parameter is parameter and held.master is not None and held.master.grad is not None:
+            whole = held.master.grad.new_zeros(parameter.numel())
+            whole[held.mine.source] = held.master.grad
+            return whole.view(parameter.shape)
+    return None

@@ -1,28 +1,27 @@
-"""From a rewritten checkpoint and data to a trained one: what `rewrite adapt` does."""
+"""`rewrite adapt`: from a rewritten checkpoint and data to a trained one."""
 
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rewriter.adapt import adapted_output, checkpoints, student_setup
+from rewriter.adapt import checkpoints, output, students
 from rewriter.adapt import options as settings_of
-from rewriter.adapt.budget import WIDTH, plan
-from rewriter.adapt.job import AdaptJob, identity, place_of, remember
+from rewriter.adapt.data_set import OwnText, read_data
+from rewriter.adapt.log import tensorboard, told_where_it_is_awaited
+from rewriter.adapt.loop import AdaptTrainer
+from rewriter.adapt.models import Model
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
+from rewriter.adapt.ranks import join
 from rewriter.adapt.run import Run
-from rewriter.adapt.run_data import read_data
-from rewriter.adapt.run_log import tensorboard, told_where_it_is_awaited
-from rewriter.adapt.run_ranks import join
-from rewriter.adapt.self_data import own_text, source_of
-from rewriter.adapt.students import Model
-from rewriter.adapt.teacher import original_directory
-from rewriter.adapt.trainer import AdaptTrainer
+from rewriter.adapt.schedule import DEFAULTS, WIDTH, plan
+from rewriter.adapt.teacher import original_directory, trunk_of
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import json_text
 from rewriter.common.packages import require
@@ -30,9 +29,10 @@ from rewriter.common.text_settings import stream_width
 from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
-from rewriter.convert.rewritten_source import open_output, recipe_of
+from rewriter.convert.rewritten_source import Opened, open_output, recipe_of
 from rewriter.convert.save_options import Level
-from rewriter.emit.manifest import AdaptationEntry, Manifest
+from rewriter.emit.manifest import AdaptationEntry
+from rewriter.emit.output_directory import sha256_of
 from rewriter.runtime.load import rank_device
 from rewriter.verify.drift import load_tokenizer
 from rewriter.verify.saved_output import check_files, check_weights
@@ -41,7 +41,7 @@ from rewriter.weights import Checkpoint
 
 @dataclass(frozen=True)
 class AdaptReport:
-    """What a run did: its result, the losses by name (nats per target), and the manifest's entry."""
+    """The result of a run: its directory, the losses by name (nats per target), and the manifest's entry."""
 
     out: str
     losses: dict[str, float]
@@ -85,14 +85,12 @@ def adapt(
     if chosen.lora:
         require("adapt", "--lora", "peft")
     given = settings_of.check_settings(chosen.settings)
-    student_setup.require_serves(opened, chosen)
-    place = place_of(final)
+    students.require_serves(opened, chosen)
+    place = checkpoints.place_of(final)
     original = original_directory(opened, chosen, place / "source", teacher)
     device = rank_device("cpu" if given.get("use_cpu") else None)
     ranks = join(chosen.tp * chosen.sp, device, chosen.ep)
-    ranks.on_first(lambda: check_free(final))
-    ranks.on_first(lambda: check_files(opened.root, opened.manifest, _read_by_training(opened.manifest)))
-    ranks.on_first(lambda: check_weights(opened.root, opened.manifest))
+    ranks.on_first(lambda: _check(opened, final))
     if ranks.world > 1 and (optim := given.get("optim", "adamw_torch")) not in settings_of.ELEMENTWISE:
         raise RewriterError(
             f"--set optim={optim}: ranks step pieces of tensors, so that it would train otherwise than on one device. "
@@ -101,82 +99,86 @@ def adapt(
     if own_code(opened.root):
         load_tokenizer(str(opened.root), chosen.trust_remote_code)  # may be refused
     progress = progress if ranks.first else silent
-    seed = int(given.get("seed", settings_of.DEFAULTS["seed"]))
-    named = data if data is not None else own_text(opened, known, chosen.tokens)
-    files = [
-        source_of(opened, what, teacher, known, ranks, device, progress, what is evaluation, chosen.trust_remote_code)
-        for what in (named, evaluation)
-    ]
-    rows = read_data(opened, chosen, str(files[0]), files[1], seed, progress)
+    own_text = OwnText(opened, chosen, teacher, known, ranks, device, progress)
+    file = own_text.file_of(data)
+    measured = None if evaluation is None else own_text.file_of(evaluation, held_out=True)
+    rows = read_data(opened, chosen, file, measured, int(given.get("seed", DEFAULTS["seed"])), progress)
     count = len(rows.rows)  # type: ignore[arg-type]
     width = stream_width(opened.config) or WIDTH
     settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device)
     run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, progress)
     described = {
         "checkpoint": Checkpoint.open(opened.root).fingerprint(),
-        "data": identity(str(files[0])),
-        "evaluation": None if files[1] is None else identity(files[1]),
+        "data": _identity(file),
+        "evaluation": None if measured is None else _identity(measured),
         "teacher": None if teacher is None else os.path.abspath(teacher),
         "options": {k: v for k, v in asdict(chosen).items() if k != "settings"},
         "settings": {k: v for k, v in settings.items() if k not in settings_of.FREE},
         "rows per step": sizes.batch,
         "steps": sizes.steps,
     }
-    jobs: list[AdaptJob] = []  # of rank 0
-    ranks.on_first(lambda: jobs.append(AdaptJob(final, described, resume)))
-    done = False
-    try:
+    with ExitStack() as claim:
+        ranks.on_first(lambda: claim.enter_context(checkpoints.claimed(final, described, resume)))
         entry = _train(run, final, verify)
-        done = True
-    finally:
-        for job in jobs:
-            job.close(done)
     return AdaptReport(str(final), entry.losses, entry.model_dump())
 
 
-def _read_by_training(manifest: Manifest) -> list[str]:
-    """Weights, code and config: what decides what is trained. Cards and settings of generation may be edited."""
-    return [name for name in manifest.files if name == "config.json" or name.endswith((".safetensors", ".py"))]
+def _check(opened: Opened, out: Path) -> None:
+    """Refuse an occupied `out`, and a directory whose weights, code or config were changed: they decide what is
+    trained. Cards and settings of generation may be edited."""
+    check_free(out)
+    names = opened.manifest.files
+    read = [name for name in names if name == "config.json" or name.endswith((".safetensors", ".py"))]
+    check_files(opened.root, opened.manifest, read)
+    check_weights(opened.root, opened.manifest)
+
+
+def _identity(source: str) -> str:
+    """The hash of a file, or the id of a data set of the Hub."""
+    return f"sha256 {sha256_of(Path(source))}" if Path(source).is_file() else source
 
 
 @told_where_it_is_awaited()
 def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     """Train, and write the result to `out`."""
     ranks, seed = run.ranks, int(run.settings["seed"])
-    ranks.on_first(lambda: student_setup.prepare_source(run))
-    torch.manual_seed(seed)  # adapters start at random, alike on all ranks
+    ranks.on_first(lambda: students.prepare_source(run))
+    torch.manual_seed(seed)  # adapters start at random, the same on all ranks
     run.progress("loading the model")
     kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))
-    built = student_setup.student(run)
+    built = students.student(run)
     theirs, facts = _measured_before(run, built)
-    step = 0 if kept is None else checkpoints.step_of(kept)
-    trunk = student_setup.trunk(built, theirs, run)
-    callbacks = tensorboard(run.place, step) if ranks.first else []
-    trainer = AdaptTrainer(run, built, loss_of(run, theirs, trunk), callbacks)
+    trunk = None
+    # noise and sharding are in the way of a trunk
+    noisy = run.settings.get("neftune_noise_alpha")
+    if theirs is not None and run.options.train == "rewritten" and built.mesh is None and not noisy:
+        trunk = trunk_of(built.model.module, theirs.module)
+    callbacks = tensorboard(run.place, 0 if kept is None else checkpoints.step_of(kept)) if ranks.first else []
+    trainer = AdaptTrainer(run, built, loss_of(run.options, run.autocast, theirs, trunk), callbacks)
     torch.manual_seed(seed + 1 + ranks.replica)  # dropout differs from row to row
     trainer.train(resume_from_checkpoint=kept)
     del theirs, trunk, trainer
     run.progress("writing the result")
-    adapted_output.merge(built)
-    adapted_output.round_to(built.model.module, run.source, run.opened.dtype)
+    output.merge(built)
+    output.round_to(built.model.module, run.source, run.opened.dtype)
     losses: dict[str, float] = {name: facts[name] for name in ("original", "before") if name in facts}
     losses["after"] = run.measured(built.model)
-    adapted_output.collect(run, built)
-    entry: AdaptationEntry = ranks.on_first(lambda: adapted_output.entry(run, losses))
-    ranks.on_first(lambda: adapted_output.write(run, out, entry, verify))
+    output.collect(run, built)
+    entry: AdaptationEntry = ranks.on_first(lambda: output.entry(run, losses))
+    ranks.on_first(lambda: output.write(run, out, entry, verify))
     return entry
 
 
-def _measured_before(run: Run, built: student_setup.Student) -> tuple[Model | None, dict[str, Any]]:
+def _measured_before(run: Run, built: students.Student) -> tuple[Model | None, dict[str, Any]]:
     """The teacher, where training needs one, and the losses before training, which a resumed run remembers."""
     distills = run.options.method == "distill"
-    facts = run.ranks.on_first(lambda: remember(run.place))
+    facts = run.ranks.on_first(lambda: checkpoints.remember(run.place))
     theirs: Model | None = None
     if run.original is not None and (distills or "original" not in facts):
-        theirs = student_setup.teacher(built, run, run.original)
+        theirs = students.teacher(built, run, run.original)
     if "before" not in facts:
         run.progress("measuring the loss before training")
-        found = {} if theirs is None else {"original": run.measured(theirs)}
-        found["before"] = run.measured(built.model)
-        facts = run.ranks.on_first(lambda: remember(run.place, **found))
+        losses = {} if theirs is None else {"original": run.measured(theirs)}
+        losses["before"] = run.measured(built.model)
+        facts = run.ranks.on_first(lambda: checkpoints.remember(run.place, **losses))
     return theirs if distills else None, facts

@@ -1,4 +1,4 @@
-"""Conversations as tokens, through the tokenizer's chat template, and which of them the assistant wrote."""
+"""Conversations as tokens, through the tokenizer's chat template, with those that the assistant wrote marked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks
 
 
 class ChatEncoder:
-    """Turns messages into token ids and a flag for each that says whether the assistant wrote it.
+    """Turns messages into token ids and a flag for each: true where the assistant wrote it.
 
     The assistant's are what the template marks with `{% generation %}`. Where it has no such marks, they are found by
     prefixes: what the template renders up to the start of an assistant turn (with the prompt to generate it) and what
@@ -56,7 +56,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
 
     def __call__(self, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Token ids and whether each is the assistant's. Raises BadExample."""
+        """Token ids, and for each a flag that is true for the assistant's. Raises BadExample."""
         if not isinstance(messages, list):
             raise BadExample(f'"messages" is {kind_of(messages)}, where a list was expected')
         if not messages:
@@ -80,9 +80,8 @@ class ChatEncoder:
     def _marked(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text and the spans of it, in characters, that the template marks.
 
-        Not by `apply_chat_template(…, return_assistant_tokens_mask=True)`: where a span begins or ends with white space
-        that belongs to no token, it leaves out all later answers or takes in all that follows (5.23). The function
-        behind it gives the spans themselves.
+        `apply_chat_template(…, return_assistant_tokens_mask=True)` leaves out all later answers or takes in all that
+        follows, where a span begins or ends with white space that belongs to no token (transformers 5.23).
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -126,7 +125,7 @@ class ChatEncoder:
 
 
 def _flags(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Whether each token is in a span or reaches into it from before.
+    """For each token true where it is in a span or reaches into it from before.
 
     By the first and last token of a span: those between may have no characters (white space, with some tokenizers).
     """

@@ -1,15 +1,18 @@
-"""Checkpoints of a run: written beside their place by all ranks with DCP, and renamed when they are complete.
+"""The directory of a run while it goes on: the options that a resumed run must repeat, facts, and checkpoints.
 
-Whatever moment a run is killed at, `last` finds one that holds everything, or none.
+All ranks write checkpoints with DCP under another name, which is changed when they are complete: at any moment that
+a run is killed, `last` finds one that holds everything, or none.
 """
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,82 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_sharded
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rewriter.adapt.run_ranks import RunRanks
+from rewriter.adapt.ranks import RunRanks
 from rewriter.common.errors import RewriterError
 from rewriter.training.zero.master_weights import MasterWeightOptimizer
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SCHEDULE = "schedule.json"
+_JOB = "job.json"
+_FACTS = "facts.json"
+_TRAINED = StateDictOptions(ignore_frozen_params=True)
+
+
+def place_of(out: Path) -> Path:
+    """The directory in which a run works whose result goes to `out`."""
+    return out.parent / f".{out.name}.adapting"  # `with_name` raises for the root
+
+
+@contextmanager
+def claimed(out: Path, description: Mapping[str, Any], resume: bool) -> Iterator[None]:
+    """Hold the directory of a run, `.NAME.adapting` next to NAME, which no other run can open meanwhile; on rank 0.
+
+    A run that ends leaves nothing, nor does one that fails without a checkpoint to go on from. Raises RewriterError
+    where another run is at work, an interrupted one is neither to be resumed nor gone, or had another `description`.
+    """
+    place = place_of(out)
+    described = json.loads(json.dumps(dict(description)))
+    interrupted = place.exists()
+    if interrupted and not (place / _JOB).is_file():
+        raise RewriterError(f"{place}: exists, and is not a run of `rewrite adapt`. Move it away.")
+    if not interrupted:
+        place.mkdir(parents=True)
+        (place / _JOB).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    with (place / _JOB).open(encoding="utf-8") as job:
+        try:
+            # before any advice to delete what another run writes
+            fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RewriterError(
+                f"{place}: another run is at work there. Wait for it, or choose another --out."
+            ) from error
+        if interrupted:
+            _require_same(place, json.load(job), described, resume)
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if done or last(place) is None:
+                shutil.rmtree(place)
+
+
+def _require_same(place: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: bool) -> None:
+    if not resume:
+        raise RewriterError(
+            f"{place}: an interrupted run left its checkpoints there. Continue it with --resume, or delete the "
+            "directory to start over."
+        )
+    for name in dict.fromkeys([*before, *now]):
+        if before.get(name) != now.get(name):
+            raise RewriterError(
+                f"--resume: the run in {place} had {name} {before.get(name)!r}, this one has {now.get(name)!r}. Repeat "
+                "it with the same options, or delete the directory to start over."
+            )
+
+
+def remember(place: Path, **facts: Any) -> dict[str, Any]:
+    """All facts of the run in `place` so far, these included; they outlive an interruption."""
+    file = place / _FACTS
+    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known |= facts
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(known), encoding="utf-8")
+    os.replace(partial, file)
+    return known
+
+
+# --- checkpoints
 
 
 def last(run: Path) -> Path | None:
@@ -43,34 +116,30 @@ def last(run: Path) -> Path | None:
 
 
 def step_of(checkpoint: str | Path) -> int:
-    """After how many steps it was written."""
+    """The step after which it was written."""
     return int(Path(checkpoint).name.rpartition("-")[2])
 
 
 def _complete(run: Path) -> list[Path]:
     """All complete checkpoints, by their steps."""
-    found = {int(m[1]): path for path in run.glob("checkpoint-*") if (m := _NAME.fullmatch(path.name))}
-    return [found[step] for step in sorted(found)]
+    return sorted((path for path in run.glob("checkpoint-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
-def begin(run: Path, step: int, ranks: RunRanks) -> Path:
-    """Where to write the checkpoint of a step; what an interrupted run left there is gone."""
-    staging = run / f".checkpoint-{step}.partial"
+@contextmanager
+def writing(run: Path, step: int, keep: int | None, ranks: RunRanks) -> Iterator[Path]:
+    """A directory for the checkpoint of a step, which gets its name when the block has ended on all ranks. Checkpoints
+    before the last `keep` are deleted then."""
+    staging, final = run / f".checkpoint-{step}.partial", run / f"checkpoint-{step}"
     if ranks.first:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)  # of an interrupted run
         staging.mkdir(parents=True)
     ranks.barrier()
-    return staging
-
-
-def commit(staging: Path, step: int, keep: int | None, ranks: RunRanks) -> None:
-    """Give a complete checkpoint its name, and delete those before the last `keep`."""
+    yield staging
     ranks.barrier()
     if ranks.first:
-        final = staging.with_name(f"checkpoint-{step}")
         shutil.rmtree(final, ignore_errors=True)
         staging.rename(final)
-        for old in _complete(final.parent)[: -keep if keep else 0]:
+        for old in _complete(run)[: -keep if keep else 0]:
             shutil.rmtree(old, ignore_errors=True)
     ranks.barrier()
 
@@ -82,14 +151,11 @@ def save(
 
     `own` is this rank's number among those that share rows: their parameters have the same names and other values.
     """
-    state: dict[str, Any] = {
-        "model": {_part(own): get_model_state_dict(model, options=_TRAINED)},
-        "random": _random_state(ranks),
-    }
+    state: dict[str, Any] = {"model": _model_state(model, own), "random": _random_state(ranks)}
     if isinstance(optimizer, MasterWeightOptimizer):  # its state is of this rank's pieces, which have no names
         torch.save(optimizer.state_dict(), place / _own_optimizer(ranks))
     else:
-        state["optimizer"] = {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
+        state["optimizer"] = _optimizer_state(model, optimizer, own)
     with _plain_errors(place):
         write_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
     if ranks.first:
@@ -98,36 +164,18 @@ def save(
         (place / _SCHEDULE).write_text(json.dumps(plain), encoding="utf-8")
 
 
-@contextlib.contextmanager
-def _plain_errors(place: Path) -> Iterator[None]:
-    """Raise what went wrong on a rank. torch wraps it into a BaseException, whose text is a traceback."""
-    try:
-        yield
-    except CheckpointException as failed:
-        rank, (error, _) = next(iter(failed.failures.items()))
-        if isinstance(error, OSError):
-            raise error from None
-        raise RewriterError(f"{place}: rank {rank}: {type(error).__name__}: {error}") from error
-
-
-def _read(place: Path, state: dict[str, Any], alone: bool, planner: DefaultLoadPlanner | None = None) -> None:
-    """Read what `save` wrote into `state`: this rank `alone`, or all together."""
-    with _plain_errors(place):
-        read_sharded(state, checkpoint_id=str(place / "state"), planner=planner, no_dist=alone)
-
-
 def load_model(place: Path, model: nn.Module, ranks: RunRanks, own: int) -> None:
     """Read the trained parameters back, in place."""
-    state = {"model": {_part(own): get_model_state_dict(model, options=_TRAINED)}}
-    _read(place, state, alone=ranks.world == 1)
+    state = _model_state(model, own)
+    _read(place, {"model": state}, alone=ranks.world == 1)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
-    set_model_state_dict(model, state["model"][_part(own)], options=options)
+    set_model_state_dict(model, state[f"part-{own}"], options=options)
 
 
 def load_rest(
     place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, ranks: RunRanks, own: int
 ) -> None:
-    """Read back what `save` wrote beside the parameters, the random state excepted.
+    """Read back the state of the optimizer and of the scheduler.
 
     Raises RewriterError where the optimizer's state is in pieces of other ranks.
     """
@@ -141,23 +189,46 @@ def load_rest(
     if isinstance(optimizer, MasterWeightOptimizer):
         optimizer.load_state_dict(torch.load(place / _own_optimizer(ranks), weights_only=True))
     else:
-        state = {"optimizer": {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}}
-        _read(place, state, alone=ranks.world == 1)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"][_part(own)], options=_TRAINED)
+        state = _optimizer_state(model, optimizer, own)
+        _read(place, {"optimizer": state}, alone=ranks.world == 1)
+        set_optimizer_state_dict(model, optimizer, state[f"part-{own}"], options=_TRAINED)
     scheduler.load_state_dict({**scheduler.state_dict(), **json.loads((place / _SCHEDULE).read_text("utf-8"))})
 
 
 def load_random_state(place: Path, ranks: RunRanks) -> None:
     """Go on with the random numbers of this rank; one that the checkpoint does not know keeps its own."""
-    state = {"random": _random_state(ranks)}
-    _read(place, state, alone=True, planner=DefaultLoadPlanner(allow_partial_load=True))
-    own = state["random"][str(ranks.rank)]
+    state = _random_state(ranks)
+    _read(place, {"random": state}, alone=True, planner=DefaultLoadPlanner(allow_partial_load=True))
+    own = state[str(ranks.rank)]
     torch.set_rng_state(own["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(own["cuda"])
 
 
-_TRAINED = StateDictOptions(ignore_frozen_params=True)
+def _read(place: Path, state: dict[str, Any], alone: bool, planner: DefaultLoadPlanner | None = None) -> None:
+    """Read what `save` wrote into `state`: this rank `alone`, or all together."""
+    with _plain_errors(place):
+        read_sharded(state, checkpoint_id=str(place / "state"), planner=planner, no_dist=alone)
+
+
+@contextmanager
+def _plain_errors(place: Path) -> Iterator[None]:
+    """Raise what went wrong on a rank. torch wraps it into a BaseException, whose text is a traceback."""
+    try:
+        yield
+    except CheckpointException as failed:
+        rank, (error, _) = next(iter(failed.failures.items()))
+        if isinstance(error, OSError):
+            raise error from None
+        raise RewriterError(f"{place}: rank {rank}: {type(error).__name__}: {error}") from error
+
+
+def _model_state(model: nn.Module, own: int) -> dict[str, Any]:
+    return {f"part-{own}": get_model_state_dict(model, options=_TRAINED)}
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer, own: int) -> dict[str, Any]:
+    return {f"part-{own}": get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
 
 
 def _own_optimizer(ranks: RunRanks) -> str:
@@ -169,10 +240,6 @@ def _random_state(ranks: RunRanks) -> dict[str, dict[str, torch.Tensor]]:
     if torch.cuda.is_available():
         own["cuda"] = torch.cuda.get_rng_state()
     return {str(ranks.rank): own}
-
-
-def _part(own: int) -> str:
-    return f"part-{own}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where examples come from: a JSON Lines file, or a data set of the Hugging Face Hub; with the place of every fault."""
+"""Examples of a JSON Lines file, or of a data set of the Hugging Face Hub; with the place of every fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPECTED = 'Expected on each line: {"messages": [{"role": …, "content": …}, 
 
 
 class BadExample(ValueError):
-    """What is wrong with an example, in words that follow its place. Becomes part of one RewriterError for them all."""
+    """A fault of an example, as a clause that follows its place. Becomes part of one RewriterError for them all."""
 
 
 class Faults:
@@ -28,7 +28,7 @@ class Faults:
         self._shown: list[str] = []
 
     def add(self, place: str, reason: object) -> None:
-        """Note what is wrong at a place, `FILE:LINE`."""
+        """Note a fault at a place, `FILE:LINE`."""
         self.count += 1
         if self.count <= SHOWN_FAULTS:
             self._shown.append(f"{place}: {reason}")
@@ -63,7 +63,7 @@ def read_examples(source: str | Path, faults: Faults) -> Iterator[tuple[str, dic
 
 def _read_lines(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        # In bytes: lines end at \n alone, while str.splitlines also splits at separators that stand inside of strings.
+        # in bytes: lines end at \n alone, while str.splitlines also splits at separators that stand inside of strings
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if number == 1 and line.startswith(_GZIP):
@@ -92,10 +92,8 @@ def _parse(line: bytes) -> dict[str, Any]:
         raise BadExample(f"not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise BadExample("not an example: brackets nested too deeply") from error
-    except BadExample:
-        raise
     except ValueError as error:  # a number of more digits than Python reads
-        raise BadExample(f"not JSON that can be read: {error}") from error
+        raise error if isinstance(error, BadExample) else BadExample(f"not JSON that can be read: {error}") from error
     if not isinstance(example, dict):
         raise BadExample(f"not a JSON object but {kind_of(example)}")
     return example
@@ -103,11 +101,10 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these keys. JSON allows a key twice, of which Python would keep the last without a word."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise BadExample(f"key {next(key for key in found if keys.count(key) > 1)!r} twice in one object")
-    return found
+    keys = [key for key, _ in pairs]
+    if repeated := next((key for key in keys if keys.count(key) > 1), None):
+        raise BadExample(f"key {repeated!r} twice in one object")
+    return dict(pairs)
 
 
 def _read_hub(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -128,7 +125,7 @@ def _read_hub(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def kind_of(value: object) -> str:
-    """What a JSON value is, in JSON's words."""
+    """The kind of a JSON value, as JSON calls it."""
     kinds: tuple[tuple[Any, str], ...] = (
         (type(None), "null"), (bool, "a boolean"), (int | float, "a number"), (str, "a string"), (list, "a list"),
     )  # fmt: skip

@@ -1,20 +1,22 @@
-"""What every part of a run reads: the checkpoint, the options, the data, the ranks and the directory."""
+"""A run of `adapt` as all its parts read it: the checkpoint, the options, the data, the ranks and the directory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rewriter.adapt.evaluate import evaluate
-from rewriter.adapt.options import Options, Schedule
-from rewriter.adapt.run_data import RunData
-from rewriter.adapt.run_ranks import RunRanks
-from rewriter.adapt.students import Model
+from rewriter.adapt.data_set import RunData
+from rewriter.adapt.models import Model
+from rewriter.adapt.objective import evaluate
+from rewriter.adapt.options import Options
+from rewriter.adapt.ranks import RunRanks
+from rewriter.adapt.schedule import RunSizes
 from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import Opened
 
@@ -31,7 +33,7 @@ class Run:
     options: Options
     settings: Mapping[str, Any]
     data: RunData
-    sizes: Schedule
+    sizes: RunSizes
     ranks: RunRanks
     device: torch.device
     place: Path
@@ -47,15 +49,14 @@ class Run:
     def bf16(self) -> bool:
         return bool(self.settings.get("bf16"))
 
-    @property
-    def data_seed(self) -> int:
-        """The seed of the order of rows."""
-        return int(self.settings.get("data_seed", self.settings["seed"]))
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision of a forward pass."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
     def measured(self, model: Model) -> float:
         """The loss on the rows that are not trained on. Raises RewriterError where it is not finite."""
         batch = int(self.settings.get("per_device_eval_batch_size", self.sizes.micro_batch))
-        loss = evaluate(model, self.data.held_out, batch, self.ranks, self.device, self.bf16)
+        loss = evaluate(model, self.data.held_out, batch, self.ranks, self.device, self.autocast)
         if not math.isfinite(loss):
             raise RewriterError(
                 f"the loss on the evaluation rows is {loss}, although the weights were: the model computes beyond "

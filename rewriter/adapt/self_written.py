@@ -1,4 +1,7 @@
-"""Text that the original model writes itself: training data without a data set (LLM-QAT, arXiv 2305.17888)."""
+"""Text that the original model writes itself: training data without a data set (LLM-QAT, arXiv 2305.17888).
+
+Many streams are decoded in step on transformers' model, with a cache that does not move and products in bf16.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
-from rewriter.adapt.quick_decoding import with_bf16_products, with_room
+from rewriter.adapt.schedule import WIDE_ENOUGH, multiplies_bf16
 from rewriter.adapt.teacher import frozen, load_model
 from rewriter.analysis.rank_memory import cache_elements
 from rewriter.common.cache_names import cache_argument, cache_of
@@ -23,7 +28,7 @@ from rewriter.tracing import trace
 from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint
 
-ROW = 512  # tokens that the model writes in one stream, if it has so many positions
+ROW = 512  # tokens that the model writes in one stream, at most
 STREAMS = 32  # of a part of the cache
 QUESTION = 0.25  # of a stream: the longest turn of a user
 _HELD_OUT = 1 << 31  # the first seed of text to measure on; of a seed, 32 bits count
@@ -33,17 +38,17 @@ _MARKS = ("FIRSTQUESTION", "FIRSTANSWER", "NEXTQUESTION")
 
 
 def cache_directory() -> Path:
-    """Where what models wrote is kept: `rewriter/self-written` below XDG_CACHE_HOME, or below ~/.cache."""
+    """The cache of texts that models wrote: `rewriter/self-written` below XDG_CACHE_HOME, or below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rewriter" / "self-written"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Tokens that a stream does not draw, but is given: at its start, after a question, after an answer."""
+    """Tokens that a stream is given, not drawn: at its start, after a question, after an answer."""
 
     start: list[int]
-    answer: list[int] = field(default_factory=list)
-    question: list[int] = field(default_factory=list)
+    answer: list[int]
+    question: list[int]
 
 
 def self_written(
@@ -107,8 +112,8 @@ def _replace(path: Path, lines: list[str]) -> None:
 
 
 def parts_at_once(source: Path, model: Any, length: int) -> int:
-    """How many parts of the cache are written together by the `model` in `source`: two on a CPU, which writes no faster
-    with more; on another device as many as have their keys and values in a quarter of its free memory."""
+    """The number of parts of the cache that the `model` in `source` writes together: two on a CPU, which writes no
+    faster with more; on another device as many as have their keys and values in a quarter of its free memory."""
     parameter = next(model.parameters())
     if parameter.device.type != "cuda":
         return 2
@@ -119,13 +124,13 @@ def parts_at_once(source: Path, model: Any, length: int) -> int:
 
 @torch.no_grad()
 def write_together(model: Any, writers: list[_Writer], progress: Callable[[int], None]) -> list[list[dict[str, Any]]]:
-    """What each of the writers wrote, each text with its number of tokens; `progress` is told the step. Their streams
-    go on in step, so that nothing is padded."""
+    """The texts of each writer, each with its number of tokens; `progress` is told the step. All streams go on in step,
+    so that nothing is padded."""
     length, name, cache = writers[0].length, cache_argument(model), None
     device = next(model.parameters()).device
     for step in range(length):
         progress(step)
-        ids = torch.tensor([token for writer in writers for token in writer.tokens()], device=device)
+        ids = torch.tensor([writer.token(stream) for writer in writers for stream in range(STREAMS)], device=device)
         if step + 1 < length:
             output = model(input_ids=ids[:, None], use_cache=True, **{name: cache})
             cache = cache_of(output) if step else with_room(cache_of(output), length)
@@ -147,7 +152,9 @@ class _Writer:
         size = min(len(tokenizer), rows)
         self.plain = [token for token in range(size) if token not in special]
         self.begin = [i for i in tokenizer("a")["input_ids"][:1] if i in special]  # what begins every text
-        self.ends = _ends(model, tokenizer)
+        stops = getattr(model.generation_config, "eos_token_id", None)
+        listed = stops if isinstance(stops, list) else [stops]
+        self.ends = {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
         self.chat = chat_turns(tokenizer)
         given = [] if self.chat is None else [*self.chat.start, *self.chat.answer, *self.chat.question]
         check_tokens("what begins texts and turns", [*self.begin, *given], rows, tokenizer)
@@ -159,18 +166,17 @@ class _Writer:
         self.written: list[list[list[int]]] = [[[]] for _ in range(STREAMS)]
         self.drawn = [0] * STREAMS  # after the first step, that of the step before
 
-    def tokens(self) -> list[int]:
-        """The next token of each stream: what is given at a turn's or a text's end, else what was drawn."""
-        return [self._token(stream) for stream in range(STREAMS)]
-
-    def _token(self, stream: int) -> int:
+    def token(self, stream: int) -> int:
+        """The next token of a stream: one that is given at the end of a turn or a text, else the one that was drawn."""
         token, chat, asks = self.drawn[stream], self.chats[stream], self.asks[stream]
         over = token in self.ends or (asks and self.since[stream] >= self.length * QUESTION)
         if not self.given[stream] and over:
-            self.given[stream] = self._after(chat, asks)
-            self.asks[stream], self.since[stream] = chat and not asks, 0
-            if not chat:
+            if chat and self.chat is not None:
+                self.given[stream] = list(self.chat.answer if asks else self.chat.question)
+            else:
+                self.given[stream] = self._opening()
                 self.written[stream].append([])
+            self.asks[stream], self.since[stream] = chat and not asks, 0
         if self.given[stream]:
             token = self.given[stream].pop(0)
         else:
@@ -183,18 +189,12 @@ class _Writer:
         self.drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.draws)[:, 0].tolist()
 
     def texts(self) -> list[dict[str, Any]]:
-        """What was written, each text with its number of tokens."""
+        """The texts that were written, each with its number of tokens."""
         return [self._example(ids) for stream in self.written for ids in stream if len(ids) > 1]
 
     def _opening(self) -> list[int]:
         chosen = int(torch.randint(len(self.plain), (1,), generator=self.random))
         return [*self.begin, self.plain[chosen]]
-
-    def _after(self, chat: bool, asks: bool) -> list[int]:
-        """What is given after the end of a turn, or of a text."""
-        if not chat or self.chat is None:
-            return self._opening()
-        return list(self.chat.answer if asks else self.chat.question)
 
     def _example(self, ids: list[int]) -> dict[str, Any]:
         # the tokenizer puts its own token in front again
@@ -203,15 +203,9 @@ class _Writer:
         return {"text": text, "tokens": len(ids)}
 
 
-def _ends(model: Any, tokenizer: Any) -> set[int]:
-    stops = getattr(model.generation_config, "eos_token_id", None)
-    listed = stops if isinstance(stops, list) else [stops]
-    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
-
-
 def chat_turns(tokenizer: Any) -> Turns | None:
-    """What the chat template writes around questions and answers; None where there is no template, or one that does not
-    write messages as they are."""
+    """The tokens that the chat template writes around questions and answers; None where there is no template, or one
+    that does not write messages as they are."""
     if not tokenizer.chat_template:
         return None
     roles = ("user", "assistant", "user")
@@ -222,9 +216,61 @@ def chat_turns(tokenizer: Any) -> Turns | None:
         return None
     pieces, rest = [], whole
     for mark in _MARKS:
-        before, found, rest = rest.partition(mark)
-        if not found:
+        before, there, rest = rest.partition(mark)
+        if not there:
             return None
         pieces.append(before)
     start, answer, question = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
     return Turns(list(start), list(answer), list(question)) if answer and question else None
+
+
+# --- quick decoding
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of a cache with room for `length` tokens from the start. transformers' own is copied at every token."""
+
+    def __init__(self, layer: DynamicLayer, length: int) -> None:
+        super().__init__()
+        assert layer.keys is not None
+        assert layer.values is not None
+        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        self._room = [held.new_empty(*held.shape[:-2], length, held.shape[-1]) for held in (layer.keys, layer.values)]
+        for room, held in zip(self._room, (layer.keys, layer.values), strict=True):
+            room[..., : held.shape[-2], :] = held
+        self._show(layer.keys.shape[-2])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, heads, tokens, size] of all tokens so far."""
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        for room, new in zip(self._room, (key_states, value_states), strict=True):
+            room[..., begin:end, :] = new
+        return self._show(end)
+
+    def _show(self, end: int) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = (room[..., :end, :] for room in self._room)
+        return self.keys, self.values
+
+
+def with_room(cache: Any, length: int) -> Any:
+    """A cache of transformers, after the first tokens, with room for `length`. Layers that keep a window or a state
+    stay as they are."""
+    layers: list[Any] = getattr(cache, "layers", [])
+    for index, layer in enumerate(layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            layers[index] = RoomyLayer(layer, length)
+    return cache
+
+
+def with_bf16_products(model: nn.Module) -> nn.Module:
+    """`model`, whose linear layers multiply in bf16 where its device has instructions for that: their weights are bf16
+    then, all else stays as it is. Autocast would cast every weight at every token."""
+    for layer in model.modules():
+        if type(layer) is nn.Linear and multiplies_bf16(layer.weight.device) and layer.in_features >= WIDE_ENOUGH:
+            layer.weight = nn.Parameter(layer.weight.bfloat16(), requires_grad=False)
+            layer.register_forward_pre_hook(lambda layer, inputs: tuple(x.bfloat16() for x in inputs))
+            layer.register_forward_hook(lambda layer, inputs, output: output.float())
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias.bfloat16(), requires_grad=False)
+    return model

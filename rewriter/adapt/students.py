@@ -1,160 +1,317 @@
-"""The models of a run behind one interface: Hugging Face's, on data-parallel ranks, and the sharded runtime module."""
+"""Student and teacher of a run: built, sharded over ranks, and the norm of the student's gradients."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, set_seed
 
-from rewriter.runtime.context import Context
-from rewriter.runtime.module import LocalLogits, RuntimeModel
+from rewriter.adapt import teacher as teachers
+from rewriter.adapt.models import HuggingFaceModel, Model, ShardedModel, base_of, isolates_segments
+from rewriter.adapt.options import Options
+from rewriter.adapt.run import Run
+from rewriter.adapt.unshard import write_model
+from rewriter.common.errors import RewriterError
+from rewriter.convert.conversion import save
+from rewriter.convert.rewritten_source import Opened, original_program, rewritten, write_source
+from rewriter.ir import Parameter, Program
+from rewriter.runtime.load import load as load_sharded
+from rewriter.runtime.module import RuntimeModel
+from rewriter.tracing.meta_model import find_layers, load_config
+from rewriter.training import (
+    ExpertParallel,
+    NodeLocalOptimizer,
+    ZeroOptimizer,
+    expert_mesh,
+    node_local_optimizer,
+    node_mesh,
+    quantize_frozen,
+    shard_experts,
+    shard_parameters,
+    zero_optimizer,
+    zero_plus_plus,
+)
+from rewriter.training.zero.master_weights import MakeOptimizer
+from rewriter.weights import Checkpoint
 
-Batch = Mapping[str, Tensor]
-"""input_ids, labels, position_ids, segment_ids: int64 [B, S]."""
-
-
-class Head(Protocol):
-    """Logits [1, N, V] of states [1, N, D]. `weights`: the parameters to train that it uses."""
-
-    weights: list[nn.Parameter]
-    vocabulary: int
-
-    def __call__(self, states: Tensor, /) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a model makes of the n tokens of each row that this rank holds. `indices`: their places in the row.
-    `states` [B, n, D] are the last ones, of which `head` makes logits, as many at a time as there is memory for;
-    without a head, they are the logits [B, n, V]."""
-
-    states: Tensor
-    indices: Tensor
-    head: Head | None = None
-
-    def width(self) -> int:
-        """How many logits a token has."""
-        return self.head.vocabulary if self.head is not None else self.states.shape[-1]
-
-    def head_weights(self) -> list[nn.Parameter]:
-        """The parameters to train that make the logits of the states."""
-        return [] if self.head is None else self.head.weights
-
-    def logits_of(self, states_ND: Tensor) -> Tensor:
-        """Logits [N, V] of some of the states."""
-        return states_ND if self.head is None else self.head(states_ND[None])[0]
+PLUS_PLUS: Mapping[str, Any] = {"weights": "int8", "gradients": "int8/int4-hadamard"}
+"""Formats of `--zero plus-plus` (ZeRO++, arXiv 2306.10209): of gathered weights, and of gradients in two hops."""
 
 
-class Model(Protocol):
-    """`module` has the parameters; `group` are the ranks whose sums make up a whole batch (None: this one alone)."""
+@dataclass
+class Student:
+    """The model that a run trains, and what goes with it.
 
-    module: nn.Module
-    group: ProcessGroup | None
+    own: this rank's number among those that hold other parameters under the same names (tensor- or expert-parallel
+    ranks). program: of a sharded module. exact: loads the model as it was before its base was quantized, with new
+    adapters, on the CPU. master_weights: makes an optimizer of them from parameter groups, which is `optimizer` once it
+    is made. mesh: what FSDP2 shards over.
+    """
 
-    def __call__(self, batch: Batch, module: nn.Module | None = None) -> Computed:
-        """Compute a batch, with `module` in place of `self.module` where a trainer has wrapped that."""
-        ...
+    model: Model
+    own: int = 0
+    program: Program | None = None
+    master_weights: Callable[[MakeOptimizer, list[dict[str, Any]]], ZeroOptimizer | NodeLocalOptimizer] | None = None
+    optimizer: ZeroOptimizer | NodeLocalOptimizer | None = None
+    experts: ExpertParallel | None = None
+    exact: Callable[[], nn.Module] | None = None
+    mesh: DeviceMesh | None = None
 
+    def clip(self, largest: float) -> Tensor:
+        """Complete the gradients of a step and scale them to a norm of at most `largest` over all ranks; the norm."""
+        if self.experts is not None:
+            self.experts.reduce_gradients()
+            return self.experts.clip_grad_norm_(largest)
+        if self.optimizer is not None:
+            return self.optimizer.clip_grad_norm_(largest)
+        module = self.model.module
+        if self.program is None:
+            return clip_gradients(module, largest)
+        return clip_gradients(module, largest, self._shares, cast("ProcessGroup | None", module.tp))
 
-def base_of(module: nn.Module) -> Any:
-    """The model of transformers below adapters; `module` itself where there are none."""
-    return cast(Any, module).get_base_model() if hasattr(module, "peft_config") else module
-
-
-class HuggingFaceModel:
-    """A causal LM of transformers, whole on each rank or sharded by FSDP2."""
-
-    def __init__(self, module: nn.Module, group: ProcessGroup | None) -> None:
-        self.module, self.group = module, group
-        self._takes_positions = "position_ids" in inspect.signature(type(base_of(module)).forward).parameters
-        self._apart: bool | None = None  # whether the head can be computed apart from the body; asked once
-
-    def __call__(self, batch: Batch, module: nn.Module | None = None) -> Computed:
-        ids = batch["input_ids"]
-        given = {"input_ids": ids, "use_cache": False}
-        # without a mask, transformers tells packed sequences by positions that begin anew
-        given |= {"position_ids": batch["position_ids"]} if self._takes_positions else {}
-        indices = torch.arange(ids.shape[1], device=ids.device)
-        if self._apart is None:
-            self._apart = head_is_apart(self.module)
-        if not self._apart:
-            return Computed((module or self.module)(**given).logits, indices)
-        base = base_of(self.module)
-        output = base.base_model(**given)
-        return Computed(output.last_hidden_state, indices, Rest(base, output))
-
-
-class Rest:
-    """What a causal LM of transformers computes after its body: its own forward, with the body's output given."""
-
-    def __init__(self, model: Any, output: Any) -> None:
-        self.model, self.output = model, {name: value for name, value in output.items() if name in _KEPT}
-        self.kind = type(output)
-        embeddings = model.get_output_embeddings()
-        self.vocabulary = int(embeddings.weight.shape[0])
-        inside = {id(p) for p in model.base_model.parameters()} - {id(p) for p in embeddings.parameters()}
-        self.weights = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-
-    def __call__(self, states_1ND: Tensor) -> Tensor:
-        name, body = self.model.base_model_prefix, self.model.base_model
-        ids = torch.zeros(states_1ND.shape[:2], dtype=torch.int64, device=states_1ND.device)
-        self.model._modules[name] = _Given(self.kind(**self.output | {"last_hidden_state": states_1ND}))
-        try:
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        finally:
-            self.model._modules[name] = body
-        return logits
+    @cached_property
+    def _shares(self) -> dict[str, float | Tensor]:
+        """`shares` by name of a parameter: the same in every step."""
+        assert self.program is not None
+        ranks = self.program.mesh.get("tp", 1)
+        return {name: shares(p, self.own, ranks) for name, p in self.program.parameters.items()}
 
 
-_KEPT = ("router_logits",)  # what else a forward may ask of the body's output
+def prepare_source(run: Run) -> None:
+    """Write the original over the directory's weights to `run.source`, or over those that its architecture starts
+    training from, unless it is there."""
+    if run.source.exists():
+        return
+    partial = run.source.with_name("source.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_source(run.opened, partial)
+    if run.options.from_scratch:
+        like = Checkpoint.open(partial)
+        set_seed(int(run.settings["seed"]))
+        model = AutoModelForCausalLM.from_config(load_config(partial), dtype=torch.float32)
+        write_model(model, model.state_dict(), like, partial / "fresh", partial)
+    partial.rename(run.source)
 
 
-class _Given(nn.Module):
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
+def student(run: Run) -> Student:
+    """The model to train, from the weights in `run.source`. Every rank calls it.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
+    Raises RewriterError for options that the directory or the ranks cannot serve.
+    """
+    options = run.options
+    if options.sharded:
+        program = rewritten(run.opened, run.source, tp=options.tp, sp=options.sp)
+        sharded = _runtime(run, program, "student")
+        if options.zero == "3":
+            shard_parameters(sharded, param_dtype=torch.bfloat16 if run.bf16 else None)
+        return Student(ShardedModel(sharded), run.ranks.rank % options.tp, program)
+    built = _hugging_face_student(run)
+    if options.packing and not isolates_segments(built.model.module):
+        raise RewriterError(
+            f"{run.opened.manifest.source.model_type}: in transformers, tokens of a packed row see those of other "
+            "examples. Train with --no-packing, which pads every example to a row of its own"
+        )
+    return built
+
+
+def _runtime(run: Run, program: Program, name: str) -> RuntimeModel:
+    place = run.place / name
+    run.ranks.on_first(lambda: None if place.exists() else save(program, place, verify="none"))
+    module = load_sharded(place, dp=run.ranks.replicas, device=run.device, dtype=torch.float32)
+    assert isinstance(module, RuntimeModel)
+    return module
+
+
+def _hugging_face_student(run: Run) -> Student:
+    options, place, remote = run.options, run.place / "student", run.opened.manifest.adapted.modeling is not None
+    run.ranks.on_first(lambda: _write_student(run, place))
+
+    def load(device: torch.device) -> nn.Module:
+        module = teachers.load_model(place, device, remote)
+        if options.train == "rewritten":
+            teachers.freeze_unchanged(module)
+        return _with_adapters(module, options.lora, run.opened) if options.lora else module
+
+    built = Student(HuggingFaceModel(load(run.device), run.ranks.group))
+    if options.base is not None:
+        quantize_frozen(built.model.module, options.base)
+        built.exact = lambda: load(torch.device("cpu"))
+    if run.ranks.world > 1:
+        _distribute(run, built)
+    return built
+
+
+def _distribute(run: Run, built: Student) -> None:
+    """Shard experts, weights or the optimizer of a Hugging Face model over data-parallel ranks."""
+    options, ranks, kind = run.options, run.ranks, run.device.type
+    module, zero = built.model.module, options.zero or "1"
+    if options.ep > 1:
+        mesh = expert_mesh(ranks.world // options.ep, options.ep, options.ep_order, kind)
+        built.experts, built.own = shard_experts(base_of(module), mesh), mesh.get_local_rank("ep")
+        return
+    if not options.fully_sharded:
+        built.master_weights = lambda make, groups: zero_optimizer(
+            module, make, ranks.group, stage=int(zero), params=groups
+        )
+        return
+    nodes = node_mesh(kind) if zero == "node-local" else None
+    built.mesh = ranks.mesh(run.device) if nodes is None else nodes["local"]
+    _fully_shard(module, built.mesh, run.bf16)
+    if zero == "plus-plus":
+        zero_plus_plus(module, **PLUS_PLUS)
+    elif nodes is not None:
+        built.master_weights = lambda make, groups: node_local_optimizer(module, nodes, make, params=groups)
+
+
+def _write_student(run: Run, place: Path) -> None:
+    """The student as a Hugging Face directory over the weights in `run.source`, unless an earlier run wrote it."""
+    if place.exists():
+        return
+    partial = place.with_name(f"{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for file in [*run.opened.root.glob("*.py"), run.opened.root / "config.json"]:
+        (partial / file.name).write_bytes(file.read_bytes())
+    for file in run.source.iterdir():
+        if not (partial / file.name).exists() and file.is_file():
+            (partial / file.name).symlink_to(file.resolve())
+    partial.rename(place)
+
+
+def _with_adapters(module: nn.Module, rank: int, opened: Opened) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    try:
+        return get_peft_model(module, config)
+    except ValueError as error:
+        raise RewriterError(f"--lora {rank}: {opened.root}: {' '.join(str(error).split()):.300}") from error
+
+
+def _fully_shard(module: nn.Module, mesh: DeviceMesh | None, bf16: bool) -> None:
+    _, layers = find_layers(base_of(module))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    for part in [*layers, module]:
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def teacher(built: Student, run: Run, original: Path) -> Model:
+    """The model in `original`, frozen, on the student's ranks. With adapters it reads the student's own weights."""
+    options, group = run.options, built.model.group
+    if options.sharded:
+        module = _runtime(run, original_program(original, tp=options.tp, sp=options.sp), "teacher")
+        module.requires_grad_(False)
+        return ShardedModel(module)
+    if options.lora and options.base is None and options.ep == 1 and not options.fully_sharded:
+        return HuggingFaceModel(teachers.below_adapters(built.model.module, original, run.device), group)
+    whole = teachers.frozen(teachers.load_model(original, run.device))
+    if built.experts is not None:
+        shard_experts(whole, built.experts.mesh)
+    elif built.mesh is not None:
+        _fully_shard(whole, built.mesh, False)
+    elif options.train == "rewritten":
+        teachers.share_frozen(built.model.module, whole)
+    return HuggingFaceModel(whole, group)
+
+
+def require_serves(opened: Opened, options: Options) -> None:
+    """Refuse ranks that the directory cannot be trained on."""
+    tp, bound = opened.tensor_parallel, f"{opened.root} is bound to tp={opened.tensor_parallel}"
+    if opened.bound and options.ep > 1:
+        raise RewriterError(
+            f"{bound}, and its file computes all ranks, so --ep {options.ep} cannot shard its experts. Use --tp {tp}"
+        )
+    if opened.bound and options.tp not in (1, tp):
+        raise RewriterError(
+            f"{bound}, so it cannot be trained with --tp {options.tp}. Use --tp {tp}, or --tp 1, which computes all "
+            "ranks on one device"
+        )
+    if opened.bound and options.sp > 1 and options.tp == 1:
+        raise RewriterError(f"{bound}: --sp {options.sp} alone would compute another function. Give --tp {tp} too")
+
+
+# --- the norm of gradients
 
 
 @torch.no_grad()
-def head_is_apart(module: nn.Module) -> bool:
-    """Whether the logits of `module` are what its forward makes of its body's output, token by token: it is tried on
-    a few tokens. Not where FSDP2 gathers weights for a whole forward."""
-    base = base_of(module)
-    if isinstance(module, FSDPModule) or base.base_model is base or base.base_model_prefix not in base._modules:
-        return False
-    training = module.training
-    module.eval()
-    try:
-        weight = base.get_input_embeddings().weight
-        ids = torch.arange(4, device=weight.device)[None] % len(weight)
-        whole = base(input_ids=ids, use_cache=False).logits
-        output = base.base_model(input_ids=ids, use_cache=False)
-        apart = Rest(base, output)(output.last_hidden_state[:, 1:3])
-    except (TypeError, AttributeError, ValueError, RuntimeError, IndexError):  # a forward of another form
-        return False
-    finally:
-        module.train(training)
-    return bool(torch.allclose(whole[:, 1:3], apart, rtol=1e-4, atol=1e-5))
+def clip_gradients(
+    module: nn.Module,
+    largest: float,
+    shares: Mapping[str, float | Tensor] | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Scale all gradients so that their 2-norm is at most `largest`; returns the norm, fp32, equal on all ranks.
+
+    What FSDP2 has sharded is summed over its mesh. Tensor-parallel ranks (`group`) hold parts of parameters, and copies
+    of some elements: `shares` has by name how much of an element is this rank's (1 over its copies), for whole
+    parameters, of which FSDP2 shards the first dimension.
+    """
+    sharded: dict[ProcessGroup, Tensor] = {}
+    own: Tensor | None = None
+    for name, parameter in module.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        share = 1.0 if shares is None else shares.get(name, 1.0)
+        if isinstance(gradient, DTensor):
+            total = _squares(gradient.to_local(), _local_share(share, gradient))
+            where = gradient.device_mesh.get_group()
+            sharded[where] = sharded[where] + total if where in sharded else total
+        else:
+            total = _squares(gradient, share)
+            own = total if own is None else own + total
+    for where, total in sharded.items():
+        dist.all_reduce(total, group=where)
+        own = total if own is None else own + total
+    if own is None:
+        return torch.zeros(())
+    if group is not None and group.size() > 1:
+        dist.all_reduce(own, group=group)
+    norm = own.sqrt()
+    nn.utils.clip_grads_with_norm_(module.parameters(), largest, norm, foreach=False)
+    return norm
 
 
-class ShardedModel:
-    """A runtime module: its ranks share heads, channels or tokens."""
+def _squares(gradient: Tensor, share: float | Tensor) -> Tensor:
+    squares = gradient.float().square()
+    return (squares * share).sum() if isinstance(share, Tensor) else squares.sum() * share
 
-    def __init__(self, module: RuntimeModel) -> None:
-        self.module: nn.Module = module
-        self.group = module.replicas.group
 
-    def __call__(self, batch: Batch, module: nn.Module | None = None) -> Computed:
-        context = Context(segment_ids=batch["segment_ids"])
-        output = (module or self.module)(batch["input_ids"], ctx=context, gather=False)
-        assert isinstance(output, LocalLogits)
-        return Computed(output.logits, output.indices)
+def _local_share(share: float | Tensor, gradient: DTensor) -> float | Tensor:
+    """The rows of a share that this rank's rows of a gradient have."""
+    if not isinstance(share, Tensor) or share.shape[0] == 1:
+        return share
+    size, ranks, rank = gradient.shape[0], gradient.device_mesh.size(), gradient.device_mesh.get_local_rank()
+    rows = -(-size // ranks)
+    return share[min(rank * rows, size) : min((rank + 1) * rows, size)]
+
+
+def shares(parameter: Parameter, rank: int, ranks: int) -> float | Tensor:
+    """This rank's part of an element's contribution to a sum over all ranks: 1 over the number of its copies.
+
+    A number, or where copies differ from element to element a tensor that broadcasts against the rank's parameter.
+    """
+    if parameter.ranges is None or parameter.dim is None or parameter.full_shape is None:
+        return 1.0 / ranks
+    held = torch.zeros(parameter.full_shape[parameter.dim])
+    for ranges in parameter.ranges:
+        for start, stop in ranges:
+            held[start:stop] += 1
+    own = torch.cat([1.0 / held[start:stop] for start, stop in parameter.ranges[rank]])
+    if bool((own == 1).all()):
+        return 1.0
+    sizes = [1] * len(parameter.full_shape)
+    sizes[parameter.dim] = -1
+    return own.reshape(sizes)

@@ -1,4 +1,4 @@
-"""Training data: examples of a file or of the Hub as rows of tokens, of one length each, with their targets."""
+"""Examples of a file or of the Hub as rows of tokens, of one length each, packed, with their targets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +17,18 @@ from torch.utils.data import Dataset
 from rewriter.adapt.chat import ChatEncoder, checked_text
 from rewriter.adapt.examples import EXPECTED, BadExample, Faults, read_examples
 from rewriter.adapt.options import TooLong
-from rewriter.adapt.packing import first_fit
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import not_a_token
+from rewriter.runtime.loss import IGNORED
 
-NO_TARGET = -100  # what transformers' losses leave out
+# An example is tried on the rows that were opened last, so that packing takes time in proportion to the examples. A
+# row that is left open longer than this has room for very short examples only.
+_OPEN_ROWS = 1024
 
 
 @dataclass
 class Counts:
-    """What became of the examples. Tokens are those in rows, padding apart; targets are what the loss is taken over."""
+    """Counts of examples and tokens. Tokens are those in rows, padding apart; the loss is taken over targets."""
 
     examples: int = 0  # all that were read
     rows: int = 0
@@ -50,29 +52,23 @@ class Rows(Dataset[dict[str, Tensor]]):
     Held as int32 and a byte for each token, for any number of rows.
     """
 
-    def __init__(
-        self,
-        ids: NDArray[np.int32],
-        targets: NDArray[np.bool_],
-        ends: NDArray[np.int64],
-        *,
-        length: int,
-        padding_id: int,
-        packing: bool,
-        counts: Counts,
-    ) -> None:
-        """`ids` and `targets` [tokens] of all segments, one after the other; `ends` [segments], where each ends."""
-        sizes = np.diff(ends, prepend=0)
-        row_of = first_fit(sizes, length) if packing else np.arange(len(sizes))
-        rows = int(row_of.max()) + 1 if len(row_of) else 0
-        self.length = length
-        self._ids, self._targets, self._padding_id = ids, targets, padding_id
-        self._starts, self._ends = ends - sizes, ends
+    def __init__(self, collected: SegmentCollector, padding_id: int, packing: bool) -> None:
+        self.length, self._padding_id = collected.length, padding_id
+        self._ids = np.frombuffer(collected.ids, np.int32)
+        self._targets = np.frombuffer(collected.targets, np.bool_)
+        self._ends = np.frombuffer(collected.ends, np.int64)
+        sizes = np.diff(self._ends, prepend=0)
+        self._starts = self._ends - sizes
+        row_of = first_fit(sizes, self.length) if packing else np.arange(len(sizes))
+        rows, tokens = int(row_of.max()) + 1, int(sizes.sum())
         self._order = np.argsort(row_of, kind="stable")  # segments row by row, in the file's order within a row
         self._row_starts = np.searchsorted(row_of[self._order], np.arange(rows + 1))
-        tokens = int(sizes.sum())
         self.counts = replace(
-            counts, rows=rows, tokens=tokens, targets=int(targets.sum()), padding=rows * length - tokens
+            collected.counts,
+            rows=rows,
+            tokens=tokens,
+            targets=int(self._targets.sum()),
+            padding=rows * self.length - tokens,
         )
 
     def __len__(self) -> int:
@@ -83,7 +79,7 @@ class Rows(Dataset[dict[str, Tensor]]):
             raise IndexError(f"row {index} of {len(self)}")
         index %= len(self)
         ids = np.full(self.length, self._padding_id, np.int64)
-        labels = np.full(self.length, NO_TARGET, np.int64)
+        labels = np.full(self.length, IGNORED, np.int64)
         positions, segments = np.zeros((2, self.length), np.int64)
         at = 0
         members = self._order[self._row_starts[index] : self._row_starts[index + 1]]
@@ -92,12 +88,36 @@ class Rows(Dataset[dict[str, Tensor]]):
             size = held.stop - held.start
             here = slice(at, at + size)
             ids[here] = self._ids[held]
-            labels[here] = np.where(self._targets[held], self._ids[held], NO_TARGET)
+            labels[here] = np.where(self._targets[held], self._ids[held], IGNORED)
             positions[here], segments[here] = np.arange(size), number
             at += size
         positions[at:], segments[at:] = np.arange(self.length - at), len(members)
         arrays = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": segments}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+
+def first_fit(sizes: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """The row of each example, int64 [examples]: the first open row that has room for it, else a new one.
+
+    `sizes`, int64 [examples], are tokens, none more than `length`. Examples keep their order within a row, and rows
+    come in the order of their first example, so the same file always makes the same rows.
+    """
+    rows = np.empty(len(sizes), np.int64)
+    room = np.empty(len(sizes), np.int64)  # of every row made so far
+    count = first_open = 0
+    for index, size in enumerate(sizes.tolist()):
+        fits = room[first_open:count] >= size
+        offset = int(fits.argmax()) if len(fits) else 0
+        row = first_open + offset
+        if not len(fits) or not fits[offset]:
+            row, count = count, count + 1
+            room[row] = length
+            first_open = max(first_open, count - _OPEN_ROWS)
+        room[row] -= size
+        rows[index] = row
+        while first_open < count and not room[first_open]:
+            first_open += 1
+    return rows
 
 
 def load_rows(
@@ -124,11 +144,7 @@ def load_rows(
     Raises RewriterError with the place and reason of all faults of the source, ten in full. An example with tokens
     beyond the `vocabulary` of the model is one.
     """
-    if length < 2:
-        raise RewriterError(f"length {length}: a row needs a token to predict from and one to predict. Give 2 or more")
-    if too_long is not None and too_long not in get_args(TooLong):
-        raise RewriterError(f"too_long {too_long!r}: unknown. Choose {', '.join(get_args(TooLong))}")
-    reader = _SegmentCollector(tokenizer, length, too_long, vocabulary)
+    reader = SegmentCollector(tokenizer, length, too_long, vocabulary)
     faults = Faults()
     for place, example in read_examples(source, faults):
         try:
@@ -145,11 +161,14 @@ def load_rows(
             f"{source}: no target is left in any of its {reader.counts.examples} examples when they are truncated to "
             f"{length} tokens. Give a greater length"
         )
-    return reader.rows(packing)
+    padding = [tokenizer.pad_token_id, tokenizer.eos_token_id, 0]
+    padding_id = next(t for t in padding if t is not None and not_a_token([t], vocabulary) is None)
+    return Rows(reader, padding_id, packing)
 
 
-class _SegmentCollector:
-    """Collects the segments of examples in arrays that hold 5 bytes for each token."""
+class SegmentCollector:
+    """Collects the segments of examples, one after the other: `ids` and `targets` [tokens], 5 bytes for each token, and
+    `ends` [segments], where each ends."""
 
     def __init__(self, tokenizer: Any, length: int, too_long: TooLong | None, vocabulary: int | None) -> None:
         self.tokenizer, self.length, self.too_long, self.vocabulary = tokenizer, length, too_long, vocabulary
@@ -218,16 +237,3 @@ class _SegmentCollector:
                 f"{len(ids)} tokens, more than the length of {self.length}, and {why}. Give a greater length, or "
                 "truncate"
             )
-
-    def rows(self, packing: bool) -> Rows:
-        """What was collected, as rows."""
-        padding = [self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0]
-        return Rows(
-            np.frombuffer(self.ids, np.int32),
-            np.frombuffer(self.targets, np.bool_),
-            np.frombuffer(self.ends, np.int64),
-            length=self.length,
-            padding_id=next(t for t in padding if t is not None and not_a_token([t], self.vocabulary) is None),
-            packing=packing,
-            counts=self.counts,
-        )

@@ -1,8 +1,7 @@
 """Trained shards put back into the tensors of a checkpoint.
 
-Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.common.expressions`). The
-expression of a parameter, evaluated over the elements' places in place of the elements, says where each trained one
-belongs.
+Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.common.expressions`). The expression
+of a parameter, evaluated over the elements' places in place of the elements, says where each trained one belongs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Parameter, Program
@@ -21,7 +20,7 @@ from rewriter.weights import Checkpoint
 from rewriter.weights.checkpoint import evaluate, torch_dtype
 
 
-def write_trained(like: Checkpoint, read: Callable[[str], torch.Tensor], out: Path) -> None:
+def write_trained(like: Checkpoint, read: Callable[[str], Tensor], out: Path) -> None:
     """Write `read(name)` for every tensor of `like` into `out`: the same files, names and dtypes.
 
     The index, where there is one, is written by whoever copies the other files.
@@ -35,7 +34,7 @@ def write_trained(like: Checkpoint, read: Callable[[str], torch.Tensor], out: Pa
         save_file(tensors, place, metadata=dict(like.metadata[file]) or {"format": "pt"})
 
 
-def write_model(module: nn.Module, state: Mapping[str, torch.Tensor], like: Checkpoint, made: Path, out: Path) -> None:
+def write_model(module: nn.Module, state: Mapping[str, Tensor], like: Checkpoint, made: Path, out: Path) -> None:
     """Write the model of transformers with the weights of `state` into `out`, as `write_trained` does.
 
     `made` is where transformers' own writer may write, which knows how modules are named on disk. What it does not
@@ -52,7 +51,7 @@ def write_model(module: nn.Module, state: Mapping[str, torch.Tensor], like: Chec
     if lost:
         raise RewriterError(f"{like.directory}: the trained {lost[0]} has no tensor there. Rewrite the model again")
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Tensor:
         if name in names:
             return written.read(names[name])
         held = next((state[n] for n in (name, prefix + name) if n in tied and n in state), None)
@@ -61,62 +60,39 @@ def write_model(module: nn.Module, state: Mapping[str, torch.Tensor], like: Chec
     write_trained(like, read, out)
 
 
-def full_tensors(
-    program: Program, like: Checkpoint, shards: Sequence[Mapping[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
+def full_tensors(program: Program, like: Checkpoint, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The checkpoint's tensors by name, in the dtype of the shards, from the parameters of each tensor-parallel rank.
 
     `shards[r]` maps runtime names to rank r's tensors. Elements that several ranks hold are equal on them. Tensors
     that no parameter reads are as `like` has them.
     """
-    found: dict[str, torch.Tensor] = {}
+    whole: dict[str, Tensor] = {}
     for name, parameter in program.parameters.items():
         if name in program.ties:
             continue
         for rank, shard in enumerate(shards):
-            _scatter(parameter, rank, shard[name], like, found)
+            _scatter(parameter, rank, shard[name], like, whole)
     for name in like.tensors:
-        if name not in found:
-            found[name] = like.read(name)
-    return found
+        if name not in whole:
+            whole[name] = like.read(name)
+    return whole
 
 
-def _scatter(
-    parameter: Parameter, rank: int, value: torch.Tensor, like: Checkpoint, found: dict[str, torch.Tensor]
-) -> None:
+def _scatter(parameter: Parameter, rank: int, value: Tensor, like: Checkpoint, whole: dict[str, Tensor]) -> None:
     expression = parameter.on_rank(rank)
     names = list(dict.fromkeys(expression.tensors()))
-    places: dict[str, torch.Tensor] = {}
+    places: dict[str, Tensor] = {}
     bounds: list[int] = [0]
     for name in names:
         shape = like.info(name).shape
         count = torch.Size(shape).numel()
         places[name] = torch.arange(bounds[-1], bounds[-1] + count).reshape(shape)
         bounds.append(bounds[-1] + count)
-        if name not in found:
+        if name not in whole:
             # all of it is written, but for what no rank holds: padding of a vocabulary, say
-            found[name] = like.read(name).to(value.dtype, copy=True)
+            whole[name] = like.read(name).to(value.dtype, copy=True)
     index = evaluate(expression, places.__getitem__).reshape(-1)
     flat = value.detach().reshape(-1).to("cpu")
     for i, name in enumerate(names):
         own = (index >= bounds[i]) & (index < bounds[i + 1]) if len(names) > 1 else slice(None)
-        found[name].view(-1)[index[own] - bounds[i]] = flat[own]
-
-
-def shares(parameter: Parameter, rank: int, ranks: int) -> float | torch.Tensor:
-    """What part of an element's contribution to a sum over all ranks is this rank's: 1 over the number of its copies.
-
-    A number, or where copies differ from element to element a tensor that broadcasts against the rank's parameter.
-    """
-    if parameter.ranges is None or parameter.dim is None or parameter.full_shape is None:
-        return 1.0 / ranks
-    held = torch.zeros(parameter.full_shape[parameter.dim])
-    for ranges in parameter.ranges:
-        for start, stop in ranges:
-            held[start:stop] += 1
-    own = torch.cat([1.0 / held[start:stop] for start, stop in parameter.ranges[rank]])
-    if bool((own == 1).all()):
-        return 1.0
-    sizes = [1] * len(parameter.full_shape)
-    sizes[parameter.dim] = -1
-    return own.reshape(sizes)
+        whole[name].view(-1)[index[own] - bounds[i]] = flat[own]

@@ -39,7 +39,7 @@ def adapt(
     """Fine-tune DIR, which `rewrite` wrote, and write the result to DIR2.
 
     Settings follow from the tokens of the run, or for sft from the recipe, where --set does not say. With --tp, --sp or
-    --ep it starts so many ranks on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
+    --ep it starts as many ranks on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
     """
     given = {name: value for name, value in locals().items() if name not in ("context", "directory", "set", "json")}
     if tp * sp * ep > 1 and not launching.is_rank():
@@ -57,7 +57,7 @@ def adapt(
 
         report = api.adapt(directory, **given, set=settings, progress=progress)
     if launching.is_rank():
-        from rewriter.adapt.run_ranks import leave
+        from rewriter.adapt.ranks import leave
 
         leave()
     if not launching.is_first():

@@ -1,4 +1,4 @@
-"""What `rewrite serve DIR` runs: an output checked, an engine chosen, its command, and what will overlap there."""
+"""The command of `rewrite serve DIR`: an output checked, an engine chosen, and notes on what will overlap there."""
 
 from __future__ import annotations
 
@@ -49,26 +49,35 @@ def serve_command(
     check: bool = False,
     trust_remote_code: bool = False,
 ) -> ServeCommand:
-    """How to serve `directory`, an output of `rewrite` or a plain checkpoint, on `tp` ranks.
+    """The command that serves `directory`, an output of `rewrite` or a plain checkpoint, on `tp` ranks.
 
     Without `engine`, vLLM where it is installed, else the server of transformers. Without `tp`, as many ranks as the
     output was made for. `arguments` go to the engine as they are. `trust_remote_code` lets a tokenizer run Python code
-    that it brings. Reads the manifest, headers of weights and generated
-    code, with `check` every byte, and imports no engine. Raises RewriterError for a directory without a model, a number
+    that it brings. Reads the manifest, headers of weights and generated code, with
+    `check` every byte, and imports no engine. Raises RewriterError for a directory without a model, a number
     of ranks that it cannot have, and an engine that is not installed; VerificationError where a file is missing or was
     changed.
     """
     root = Path(directory)
     manifest = _checked(root, check)
-    _refuse_ours(arguments)
+    for word in arguments:
+        if word.partition("=")[0] in ("--tensor-parallel-size", "-tp"):
+            raise RewriterError(f"-- {word}: the number of ranks is an option of `rewrite serve`. Use --tp N")
     if engine is None:
         engine = "vllm" if _program("vllm") is not None or _version() is not None else "transformers"
     generated = manifest is not None and manifest.adapted.modeling is not None
-    if trust_remote_code:
-        generated = True
-    elif code := own_code(root):
-        _refuse_code(root, code[0], generated)
-    trust = ["--trust-remote-code"] if generated else []
+    if not trust_remote_code and (code := own_code(root)):
+        if generated:
+            raise RewriterError(
+                f"{root}: its tokenizer brings its own Python code ({code[0]}), and an engine that runs the code that "
+                "`rewrite` generated would run it too. Read it, then pass --trust-remote-code"
+            )
+        from rewriter.verify.drift import load_tokenizer
+
+        load_tokenizer(str(root))  # refused where it cannot do without its code
+    trust = ["--trust-remote-code"] if generated or trust_remote_code else []
+    harm = None if manifest is None else damage(manifest)
+    healed = [] if harm is None else [f"note: not healed: {harm}. Heal it: {healing(root)}"]
     if engine == "transformers":
         if tp not in (None, 1):
             raise RewriterError(
@@ -76,30 +85,22 @@ def serve_command(
                 "--engine vllm, or leave --tp out"
             )
         server = [sys.executable, "-m", SERVER] if trust else [_program("transformers") or "transformers", "serve"]
-        _require_server()
-        given = [*server, str(root), *trust, *arguments]
-        return ServeCommand(tuple(given), (*_notes_of_transformers(manifest), *_damage(root, manifest)))
-    program, found = _vllm()
+        if missing := [name for name in EXTRAS["serve"] if not present(name)]:
+            raise RewriterError(
+                f"--engine transformers: not installed: {', '.join(missing)}. Install what its server needs (pip "
+                "install 'rewriter[serve]'), or vLLM (pip install vllm)"
+            )
+        notes = ["transformers serves it in one process: nothing is communicated, so nothing overlaps."]
+        if manifest is not None and manifest.per_rank is not None:
+            notes.append(f"It computes all {manifest.per_rank.ranks} ranks that it is bound to on one device.")
+        return ServeCommand((*server, str(root), *trust, *arguments), (*notes, *healed))
+    program, release = _vllm()
     ranks = _degree(root, manifest, tp)
-    given = [*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *arguments]
-    notes = _notes_of_vllm(root, manifest, ranks, found)
-    return ServeCommand(tuple(given), (*notes, *_damage(root, manifest)))
+    words = (*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *arguments)
+    return ServeCommand(words, (*_notes_of_vllm(root, manifest, ranks, release), *healed))
 
 
 # --- the directory
-
-
-def _refuse_code(root: Path, name: str, generated: bool) -> None:
-    """Raise RewriterError where an engine would run a tokenizer's own code, or could not do without."""
-    if not generated:
-        from rewriter.verify.drift import load_tokenizer
-
-        load_tokenizer(str(root))
-        return
-    raise RewriterError(
-        f"{root}: its tokenizer brings its own Python code ({name}), and an engine that runs the code that `rewrite` "
-        "generated would run it too. Read it, then pass --trust-remote-code"
-    )
 
 
 def _checked(root: Path, check: bool) -> Manifest | None:
@@ -127,7 +128,7 @@ def _checked(root: Path, check: bool) -> Manifest | None:
 
 
 def _degree(root: Path, manifest: Manifest | None, tp: int | None) -> int:
-    """The number of tensor-parallel ranks. Raises RewriterError where the model cannot be on so many."""
+    """The number of tensor-parallel ranks. Raises RewriterError where the model cannot be on them."""
     bound = None if manifest is None or manifest.per_rank is None else manifest.per_rank.ranks
     if bound is not None and tp not in (None, bound):
         raise RewriterError(
@@ -180,69 +181,42 @@ def _version(*names: str) -> str | None:
 
 def _vllm() -> tuple[list[str], str | None]:
     """The words that start vLLM's server, before the model, and vLLM's version where it is of this Python."""
-    program, found = _program("vllm"), _version()
+    program, release = _program("vllm"), _version()
     if _version(CPU_BUILD) is not None and _version("vllm") is None:  # its program asks for the version of vllm
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"], found
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"], release
     if program is None:
-        state = "is not installed" if found is None else f"{found} is installed without its program `vllm`"
+        state = "is not installed" if release is None else f"{release} is installed without its program `vllm`"
         raise RewriterError(
             f"--engine vllm: vLLM {state}. Install it (pip install vllm), or use --engine transformers, which is one "
             "process"
         )
-    return [program, "serve"], found
-
-
-def _require_server() -> None:
-    """Raises RewriterError where what the server of transformers needs is not installed."""
-    if missing := [name for name in EXTRAS["serve"] if not present(name)]:
-        raise RewriterError(
-            f"--engine transformers: not installed: {', '.join(missing)}. Install what its server needs (pip install "
-            "'rewriter[serve]'), or vLLM (pip install vllm)"
-        )
+    return [program, "serve"], release
 
 
 def _plugin() -> bool:
-    """Whether vLLM in this Python loads a plugin of rewriter."""
+    """True where vLLM in this Python loads a plugin of rewriter."""
     chosen = os.environ.get("VLLM_PLUGINS")
     names = [point.name for point in entry_points(group=PLUGINS) if point.value.startswith("rewriter.")]
     return any(chosen is None or name in chosen.split(",") for name in names)
 
 
-def _refuse_ours(arguments: Sequence[str]) -> None:
-    for word in arguments:
-        if word.partition("=")[0] in ("--tensor-parallel-size", "-tp"):
-            raise RewriterError(f"-- {word}: the number of ranks is an option of `rewrite serve`. Use --tp N")
+# --- notes
 
 
-# --- what is said
-
-
-def _damage(root: Path, manifest: Manifest | None) -> list[str]:
-    found = None if manifest is None else damage(manifest)
-    return [] if found is None else [f"note: not healed: {found}. Heal it: {healing(root)}"]
-
-
-def _notes_of_transformers(manifest: Manifest | None) -> list[str]:
-    notes = ["transformers serves it in one process: nothing is communicated, so nothing overlaps."]
-    if manifest is not None and manifest.per_rank is not None:
-        notes.append(f"It computes all {manifest.per_rank.ranks} ranks that it is bound to on one device.")
-    return notes
-
-
-def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str | None) -> list[str]:
+def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, release: str | None) -> list[str]:
     """Raises RewriterError for a bound checkpoint where vLLM lacks the plugin that computes it."""
-    notes = [f"vLLM{'' if found is None else f' {found}'} on {ranks} rank{'s' * (ranks > 1)}."]
-    if found is None:
+    notes = [f"vLLM{'' if release is None else f' {release}'} on {ranks} rank{'s' * (ranks > 1)}."]
+    if release is None:
         notes.append("warning: this vllm is of another Python: neither its version nor its plugins are known.")
-    elif ".".join(found.split(".")[:2]) not in TRIED:
-        notes.append(f"warning: vLLM {found} was never tried with rewriter. Tried: {', '.join(TRIED)}.")
+    elif ".".join(release.split(".")[:2]) not in TRIED:
+        notes.append(f"warning: vLLM {release} was never tried with rewriter. Tried: {', '.join(TRIED)}.")
     if {"longrope", "dynamic"} & rope_types(_config(root).get("rope_parameters") or _config(root).get("rope_scaling")):
         notes.append("Its Transformers backend chooses rotary frequencies by the longest request of a batch.")
     if manifest is not None and (unused := manifest.unused):
         notes.append(f"warning: vLLM refuses tensors that no model uses ({unused[0]}). Convert with --drop-unused.")
     if manifest is None:
         return [*notes, "It is not rewritten: none of its all-reduces overlaps with computation."]
-    plugin = found is None or _plugin()
+    plugin = release is None or _plugin()
     if not plugin and manifest.per_rank is not None:
         raise RewriterError(
             f"{root} is bound to tp={ranks}, which vLLM computes by rewriter's plugin alone. It is not installed "
@@ -254,11 +228,17 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str
         notes.append("Ranks do not share tokens there: vLLM shares heads and channels only.")
     if ranks == 1:
         return [*notes, "On one rank nothing is communicated, so nothing overlaps."]
-    return [*notes, _overlap(root) if plugin else _NO_PLUGIN]
+    if not plugin:
+        return [
+            *notes,
+            "No all-reduce overlaps with computation: rewriter's plugin is not installed beside vLLM, or VLLM_PLUGINS "
+            "leaves it out, and vLLM's Transformers backend waits for each.",
+        ]
+    return [*notes, _overlap(root)]
 
 
 def _overlap(root: Path) -> str:
-    """How many all-reduces vLLM's plugin overlaps with the next block."""
+    """A sentence with the number of all-reduces that vLLM's plugin overlaps with the next block."""
     config = _config(root)
     if "rewriter_layers" not in config:
         return "None of its all-reduces overlaps with computation: the recipe keeps the model's own wiring."
@@ -270,9 +250,3 @@ def _overlap(root: Path) -> str:
             f"{reason}."
         )
     return f"{schedule.overlapped} of {schedule.summed} all-reduces overlap with the next block."
-
-
-_NO_PLUGIN = (
-    "No all-reduce overlaps with computation: rewriter's plugin is not installed beside vLLM, or VLLM_PLUGINS leaves "
-    "it out, and vLLM's Transformers backend waits for each."
-)

@@ -1,4 +1,4 @@
-"""What every block of a rewritten model reads, and what becomes of its sum: from config.json to a plan per layer."""
+"""The plan of a rewritten model's layers, from config.json: what each block reads, and what its sum does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Unsupported(Exception):
 
 
 class Sum(Enum):
-    """What becomes of the all-reduce of a block's output."""
+    """The fate of the all-reduce of a block's output."""
 
     INSIDE = "inside"  # vLLM's own, inside the block
     BEGIN = "begin"  # begins after the block; nothing else is under way
@@ -27,9 +27,9 @@ class Sum(Enum):
 
 
 @dataclass(frozen=True)
-class Step:
-    """One block: whether it reads the stream without what the block before it adds (`late`), whether with this rank's
-    own part of that (`own`), and what becomes of its sum. `unreduced`: the block itself leaves out its all-reduce."""
+class SumStep:
+    """One block. late: it reads the stream without what the block before it adds; own: but with this rank's own part of
+    that. unreduced: the block itself leaves out its all-reduce."""
 
     late: bool
     own: bool
@@ -41,25 +41,25 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SumSchedule:
     """The steps of every layer, and the number of `ranks` that the model is bound to (None: any)."""
 
-    layers: tuple[tuple[Step, ...], ...]
+    layers: tuple[tuple[SumStep, ...], ...]
     norms: tuple[Mapping[str, str], ...]  # of each layer: blocks that read through another block's norm, and that
     ranks: int | None
 
     @property
     def overlapped(self) -> int:
-        """How many sums overlap with the next block."""
+        """The number of sums that overlap with the next block."""
         return sum(step.sum in (Sum.BEGIN, Sum.STEP) for layer in self.layers for step in layer)
 
     @property
     def summed(self) -> int:
-        """How many all-reduces there are."""
+        """The number of all-reduces."""
         return sum(step.sum not in (Sum.DROP, Sum.HOLD) for layer in self.layers for step in layer)
 
 
-def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> Schedule:
+def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> SumSchedule:
     """The schedule of the model that `config` (of transformers) describes.
 
     `cuts` are the layers after which a pipeline stage ends, as the last: what is under way ends there. `mergeable`:
@@ -81,7 +81,7 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
     count, last = len(late), {*cuts, len(delays) - 1}
 
     def next_late(place: int) -> bool:
-        """Whether the next block of this stage does without what this one adds."""
+        """True where the next block of this stage does without what this one adds."""
         following = place + 1
         if following >= count or (layer_of[following] != layer_of[place] and layer_of[place] in last):
             return False
@@ -92,18 +92,18 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
         exact = mergeable and not label[place] and not label[min(place + 1, count - 1)]
         return exact and within and not late[place] and next_late(place) and not next_late(place + 1)
 
-    steps: list[list[Step]] = [[] for _ in delays]
+    steps: list[list[SumStep]] = [[] for _ in delays]
     before = Sum.INSIDE
     for place in range(count):
         before = _sum(label[place], before, late[place], next_late(place), merges(place))
         own = late[place] and label[place] == "own_partial"
-        steps[layer_of[place]].append(Step(late[place], own, before))
+        steps[layer_of[place]].append(SumStep(late[place], own, before))
     norms = tuple(getattr(config, "rewriter_norms", None) or [{}] * len(delays))
-    return Schedule(tuple(map(tuple, steps)), norms, getattr(config, "rewriter_ranks", None))
+    return SumSchedule(tuple(map(tuple, steps)), norms, getattr(config, "rewriter_ranks", None))
 
 
 def _sum(label: str, before: Sum, late: bool, next_late: bool, merges: bool) -> Sum:
-    """What becomes of a block's sum, given that of the block before it."""
+    """The fate of a block's sum, given that of the block before it."""
     if label in ("drop", "keep_sum", "keep_mean"):
         return Sum(label)
     under_way = late and before in (Sum.BEGIN, Sum.STEP)

@@ -1,4 +1,4 @@
-"""What a rank needs to train: sharded parameters and optimizers, ZeRO, expert parallelism, quantized frozen weights.
+"""Training on ranks: sharded parameters and optimizers, ZeRO, expert parallelism, quantized frozen weights.
 
 The gradients that ranks of a sequence or replicas share are summed by hooks on a plain runtime module
 (`rewriter.runtime.sum_gradients`, which its forward calls). `shard_parameters` has FSDP2 do it, and shard parameters,

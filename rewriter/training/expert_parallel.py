@@ -13,6 +13,7 @@ node and gradients of experts leave it; "D+E" has replicas on neighbours, so tha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention.mesh import flattened
-from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import all_to_all_uneven_start, gather_start
-from rewriter.training.zero.buckets import BUCKET_BYTES, bucketed
+from rewriter.training.zero.buckets import BUCKET_BYTES, Bucket, bucketed
 from rewriter.training.zero.master_weights import clip
 
 AXIS = "ep"
@@ -71,7 +71,7 @@ class _TokenExchange(torch.autograd.Function):
 
 
 class ParallelExperts(nn.Module):
-    """What `expert_parallel` puts before an experts class of transformers: its forward, for some of the experts."""
+    """Put by `shard_experts` before an experts class of transformers: its forward, for some of the experts."""
 
     num_experts: int  # of this rank: what the source's code counts
     all_experts: int
@@ -113,13 +113,9 @@ class ParallelExperts(nn.Module):
         return arriving_PE
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache
 def _parallel_class(source: type[nn.Module]) -> type[nn.Module]:
-    if source not in _classes:
-        _classes[source] = type(f"Parallel{source.__name__}", (ParallelExperts, source), {})
-    return _classes[source]
+    return type(f"Parallel{source.__name__}", (ParallelExperts, source), {})
 
 
 # --- a model ---
@@ -148,8 +144,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
     names = mesh.mesh_dim_names or ()
     if set(names) != {"dp", AXIS}:
         raise RewriterError(f"shard_experts: a mesh with dimensions {names}, expected ('dp', '{AXIS}'): expert_mesh")
-    found = {name: module for name, module in model.named_modules() if _is_experts(module)}
-    if not found:
+    layers = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    if not layers:
         others = sorted({type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()})
         raise RewriterError(
             f"shard_experts: {type(model).__name__} has no experts of transformers' ExpertsInterface"
@@ -157,8 +153,8 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
             + ". Train it with data parallelism"
         )
     ranks, place = mesh[AXIS].size(), mesh.get_local_rank(AXIS)
-    tensors: dict[str, int] = {}
-    for name, module in found.items():
+    count: dict[str, int] = {}
+    for name, module in layers.items():
         if isinstance(module, ParallelExperts):
             raise RewriterError(f"shard_experts: the experts of {name} are sharded already. Load the model again first")
         total = int(module.num_experts)
@@ -168,43 +164,41 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
                 f"shard_experts: {name} has {total} experts, which do not divide by ep {ranks}. Possible: "
                 f"{', '.join(map(str, near))}"
             )
-        for key in _stacked(name, module, total):
-            tensors[f"{name}.{key}"] = total
-    count = {name: total // ranks for name, total in tensors.items()}
-    for name, module in found.items():
+        count |= {f"{name}.{key}": total // ranks for key in _stacked(name, module, total)}
+    for name, module in layers.items():
         module.all_experts = int(module.num_experts)
         module.num_experts = module.all_experts // ranks
         module.ranks = mesh.get_group(AXIS)
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if f"{name}.{key}" in count:
-                n = count[f"{name}.{key}"]
+            if (n := count.get(f"{name}.{key}")) is not None:
                 own = parameter.detach()[place * n : (place + 1) * n].clone()
                 setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
-        module.__class__ = _parallel_class(type(module))
+        source: Any = type(module)
+        module.__class__ = _parallel_class(source)
     return ExpertParallel(model, mesh, count)
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """What transformers' `use_experts_implementation` gives a class whose forward looks an experts function up."""
+    """True for a class whose forward looks an experts function up (transformers' `use_experts_implementation`)."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "down_proj")
 
 
 def _stacked(name: str, module: nn.Module, total: int) -> list[str]:
     """The parameters that hold one matrix or vector for each expert, by the interface's names."""
     keys = [f"{key}{end}" for key in ("gate_up_proj", "up_proj", "down_proj") for end in ("", "_bias")]
-    found = {key: p for key, p in module.named_parameters(recurse=False) if key in keys}
-    for key, parameter in found.items():
+    stacked = {key: p for key, p in module.named_parameters(recurse=False) if key in keys}
+    for key, parameter in stacked.items():
         if parameter.shape[0] != total:
             raise RewriterError(
                 f"shard_experts: {name}.{key} has shape {list(parameter.shape)}, expected {total} experts first"
             )
-    others = [key for key, _ in module.named_parameters(recurse=False) if key not in found]
+    others = [key for key, _ in module.named_parameters(recurse=False) if key not in stacked]
     if others:
         raise RewriterError(
             f"shard_experts: {type(module).__name__} ({name}) also has {', '.join(others)}, of which it is not known "
             "whether experts share them"
         )
-    return list(found)
+    return list(stacked)
 
 
 @dataclass(eq=False)
@@ -228,20 +222,32 @@ class ExpertParallel:
         return [p for name, p in named if p.requires_grad and (name in self.experts) == experts]
 
     @torch.no_grad()
-    def reduce_gradients(self, divide: float | None = None) -> None:
+    def reduce_gradients(self) -> None:
         """Make `.grad` the gradient of the mean of all ranks' losses; once per step, after the last backward pass.
 
         Summed in fp32: those of experts over their replicas, as tokens of the other ranks have brought theirs already,
-        all others over all ranks; both divided by `divide`, by default the number of all ranks. A parameter that has
-        no gradient on any rank gets none.
+        all others over all ranks; both divided by the number of all ranks. A parameter that has no gradient on any
+        rank gets none.
         """
-        ranks = float(self.mesh.size()) if divide is None else divide
-        sums = [
-            *_gradient_sums(self._parameters(True), self.replicas, "gradients of experts"),
-            *_gradient_sums(self._parameters(False), self.everyone, "gradients"),
-        ]
-        for each in sums:
-            each.finish(ranks)
+        ranks = float(self.mesh.size())
+        buckets = []
+        for experts, group, name in (
+            (True, self.replicas, "gradients of experts"),
+            (False, self.everyone, "gradients"),
+        ):
+            parameters = self._parameters(experts)
+            for indices in bucketed(parameters, BUCKET_BYTES):
+                buckets.append(Bucket([parameters[i] for i in indices], group, name))
+                for i, parameter in enumerate(buckets[-1].parameters):
+                    if parameter.grad is not None:
+                        buckets[-1].add(i, parameter.grad)
+                buckets[-1].start()
+        for bucket in buckets:
+            for parameter, total in zip(bucket.parameters, bucket.finish(), strict=True):
+                if total is not None:
+                    if parameter.grad is None:
+                        parameter.grad = torch.empty_like(parameter)
+                    parameter.grad.copy_(total.div_(ranks).view_as(parameter))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -263,47 +269,11 @@ class ExpertParallel:
         """
         first = self.mesh.get_local_rank("dp") == 0
         keep = first and self.mesh.get_local_rank(AXIS) == 0
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         for name, value in self.model.state_dict().items():
             if name in self.experts and first:
                 parts = gather_start([value.detach()], self.mesh.get_group(AXIS), "experts", AXIS).wait()
                 value = torch.cat([part for (part,) in parts])
             if keep:
-                found[name] = value.detach().cpu()
-        return found
-
-
-class _GradientSum:
-    """Gradients of some parameters in one fp32 tensor, with the number of ranks that have each, on their way."""
-
-    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, name: str) -> None:
-        self.parameters = parameters
-        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.sizes = [p.numel() for p in parameters]
-        self.flat = torch.zeros(sum(self.sizes) + len(parameters), dtype=dtype, device=parameters[0].device)
-        *places, flags = self.flat.split([*self.sizes, len(parameters)])
-        self.places, self.flags = places, flags
-        for i, (p, place) in enumerate(zip(parameters, places, strict=True)):
-            if p.grad is not None:
-                place.copy_(p.grad.reshape(-1))
-                flags[i] = 1
-        self.work = None
-        if group is not None and group.size() > 1:
-            observe("start", name, self.flat, group)
-            self.work = dist.all_reduce(self.flat, group=group, async_op=True)
-
-    def finish(self, divide: float) -> None:
-        if self.work is not None:
-            self.work.wait()
-        somewhere = self.flags.tolist() if any(p.grad is None for p in self.parameters) else [1.0] * len(self.sizes)
-        for p, place, ranks in zip(self.parameters, self.places, somewhere, strict=True):
-            if ranks == 0:
-                continue
-            if p.grad is None:
-                p.grad = torch.empty_like(p)
-            p.grad.copy_(place.div_(divide).view_as(p))
-
-
-def _gradient_sums(parameters: list[nn.Parameter], group: ProcessGroup | None, name: str) -> list[_GradientSum]:
-    """In buckets of BUCKET_BYTES or of one parameter, each of one dtype."""
-    return [_GradientSum([parameters[i] for i in each], group, name) for each in bucketed(parameters, BUCKET_BYTES)]
+                whole[name] = value.detach().cpu()
+        return whole

@@ -1,30 +1,10 @@
-"""What the plugin asks of vLLM while a model runs. One object, so that the rest runs, and is tested, without vLLM."""
+"""The plugin's calls of vLLM while a model runs: one object, so that the rest runs, and is tested, without vLLM."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
-
-
-class Engine(Protocol):
-    """A tensor-parallel group and how its server runs a model."""
-
-    def ranks(self) -> int:
-        """How many ranks the group has."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks, for a traced model."""
-
-    def all_reduce_now(self, x: Tensor) -> Tensor:
-        """The sum, on the current stream or in the current thread; it may overwrite `x`."""
-
-    def begin(self, x: Tensor) -> tuple[Tensor, Any] | None:
-        """Begin the sum of a CPU tensor without a thread: (what holds it after the wait, what has that `wait`); None
-        where there is no such way."""
-
-    def in_pieces(self) -> bool:
-        """Whether this forward pass runs as captured pieces of a graph, between which no stream may stay open."""
 
 
 class VllmEngine:
@@ -40,17 +20,22 @@ class VllmEngine:
         return get_tp_group()
 
     def ranks(self) -> int:
+        """The number of ranks of the group."""
         return int(self.group.world_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the ranks, for a traced model."""
         summed: Tensor = self.group.all_reduce(x)
         return summed
 
     def all_reduce_now(self, x: Tensor) -> Tensor:
+        """The sum, on the current stream or in the current thread; it may overwrite `x`."""
         summed: Tensor = self.group._all_reduce_out_place(x)  # what vLLM's own operator calls
         return summed
 
     def begin(self, x: Tensor) -> tuple[Tensor, Any] | None:
+        """Begin the sum of a CPU tensor without a thread: (what holds it after the wait, what has that `wait`); None
+        where there is no such way."""
         from rewriter.runtime.small_sums import choose_small_sums, small_sum_start
 
         group = self.group.device_group
@@ -60,6 +45,7 @@ class VllmEngine:
         return small_sum_start(x, group)
 
     def in_pieces(self) -> bool:
+        """True where this forward pass runs as captured pieces of a graph, between which no stream may stay open."""
         from vllm.config import CUDAGraphMode
         from vllm.forward_context import get_forward_context, is_forward_context_available
 
@@ -67,10 +53,10 @@ class VllmEngine:
         return is_forward_context_available() and get_forward_context().cudagraph_runtime_mode == mode
 
 
-engine: Engine = VllmEngine()
+engine: Any = VllmEngine()
 
 
-def use(another: Engine) -> None:
+def use(another: Any) -> None:
     """Run models on `another` engine, as tests do."""
     global engine
     engine = another

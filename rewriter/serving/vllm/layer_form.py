@@ -21,7 +21,7 @@ HIDDEN, RESIDUAL = "hidden_states", "residual"
 
 
 @dataclass(frozen=True)
-class Branch:
+class BlockCall:
     """A block and what is around it. `before`: the norms of what it reads, the first of them `fused` where it also adds
     its first argument to its second. `args` and `kwargs`: how the layer calls it; a string names an input of the layer,
     None is what the block reads. `after`: children, or factors, that its output passes."""
@@ -36,15 +36,15 @@ class Branch:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """`inputs`: the parameters of the layer's forward in order. `paired`: whether the stream comes as two tensors."""
+    """`inputs`: the parameters of the layer's forward in order. `paired`: the stream comes as two tensors."""
 
     inputs: tuple[str, ...]
     paired: bool
-    branches: tuple[Branch, ...]
+    branches: tuple[BlockCall, ...]
 
     @property
     def mergeable(self) -> bool:
-        """Whether only factors stand between blocks and the stream, the same after every block."""
+        """True where only factors stand between blocks and the stream, the same after every block."""
         return len({b.after for b in self.branches}) == 1 and all(isinstance(a, float) for a in self.branches[0].after)
 
     def with_norms(self, norms: Mapping[str, str]) -> LayerForm:
@@ -58,7 +58,7 @@ class LayerForm:
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _StreamTerms:
     """The sum of these outputs; -1 and -2 are what the layer is given."""
 
     terms: frozenset[int]
@@ -66,16 +66,16 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _Read:
-    """What children make of a stream before a block takes it."""
+    """A stream as children pass it on before a block takes it."""
 
-    of: _Stream
+    of: _StreamTerms
     through: tuple[str, ...]
     fused: bool
 
 
 @dataclass(frozen=True)
 class _Output:
-    """What children and factors make of a block's output."""
+    """A block's output as children and factors pass it on."""
 
     block: int
     after: tuple[str | float, ...]
@@ -88,7 +88,7 @@ class _Input:
     name: str
 
 
-class _Value(fx.Proxy):
+class _DtypeProxy(fx.Proxy):
     """A proxy that knows its dtype, so that a layer may ask for it."""
 
     @property
@@ -107,7 +107,7 @@ class _Tracer(fx.Tracer):
         return True
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
+        return _DtypeProxy(node, self)
 
     def keys(self, obj: fx.Proxy) -> Any:
         return iter(())  # further keyword arguments of the layer: none
@@ -134,11 +134,13 @@ class _Reading:
         self.name, self.blocks = name, blocks
         self.values: dict[fx.Node, Any] = {}
         self.inputs: list[str] = []
-        self.found: list[dict[str, Any]] = []
+        self.branches: list[BlockCall] = []
+        self.reads: list[_StreamTerms] = []  # of each branch
+        self.after: dict[int, tuple[str | float, ...]] = {}  # by branch, what its output has passed
         self.result: Any = None
 
     def read(self, node: fx.Node) -> None:
-        """What `node` is. Raises Unsupported."""
+        """Note the value of `node`. Raises Unsupported."""
         if node.op == "placeholder":
             self.values[node] = self._input(str(node.target))
         elif node.op == "call_module":
@@ -160,29 +162,27 @@ class _Reading:
         """The form, once all is read. Raises Unsupported where blocks do not come one after the other."""
         paired = RESIDUAL in self.inputs
         start = frozenset({-1, -2} if paired else {-1})
-        for number, found in enumerate(self.found):
-            if found["of"].terms != start | set(range(number)):
-                raise Unsupported(f"{found['path']} of {self.name} does not read what all blocks before it have added")
+        for number, branch in enumerate(self.branches):
+            if self.reads[number].terms != start | set(range(number)):
+                raise Unsupported(f"{branch.path} of {self.name} does not read what all blocks before it have added")
         ends = self.result if isinstance(self.result, tuple) else (self.result,)
-        if len(ends) != (2 if paired else 1) or not all(isinstance(end, _Stream | _Output) for end in ends):
+        if len(ends) != (2 if paired else 1) or not all(isinstance(end, _StreamTerms | _Output) for end in ends):
             raise Unsupported(f"{self.name} returns something else than its residual stream")
         parts = [self._stream(end) for end in ends]
-        complete = start | set(range(len(self.found)))
-        if not self.found or sum(len(p.terms) for p in parts) != len(complete):
+        complete = start | set(range(len(self.branches)))
+        if not self.branches or sum(len(p.terms) for p in parts) != len(complete):
             raise Unsupported(f"what {self.name} returns is not the sum of what its blocks add")
         last = parts[0].terms
-        if paired and last != {len(self.found) - 1}:
+        if paired and last != {len(self.branches) - 1}:
             raise Unsupported(f"{self.name} does not return the last block's output and the rest")
-        branches = tuple(
-            Branch(f["path"], f["before"], f["fused"], f["args"], f["kwargs"], f["after"]) for f in self.found
-        )
-        return LayerForm(tuple(self.inputs), paired, branches)
+        branches = (replace(branch, after=self.after.get(number, ())) for number, branch in enumerate(self.branches))
+        return LayerForm(tuple(self.inputs), paired, tuple(branches))
 
     def _input(self, name: str) -> Any:
         if name.startswith("*"):
             return ()
         self.inputs.append(name)
-        return {HIDDEN: _Stream(frozenset({-1})), RESIDUAL: _Stream(frozenset({-2}))}.get(name, _Input(name))
+        return {HIDDEN: _StreamTerms(frozenset({-1})), RESIDUAL: _StreamTerms(frozenset({-2}))}.get(name, _Input(name))
 
     def _value(self, of: Any) -> Any:
         if isinstance(of, fx.Node):
@@ -196,10 +196,10 @@ class _Reading:
         if path in self.blocks:
             return self._block(path, args, kwargs)
         match args:
-            case (_Stream() | _Output() as added, _Stream() as stream) if not kwargs:
+            case (_StreamTerms() | _Output() as added, _StreamTerms() as stream) if not kwargs:
                 total = self._sum(added, stream)
                 return (_Read(total, (path,), fused=True), total)
-            case (_Stream() as stream,) if not kwargs:
+            case (_StreamTerms() as stream,) if not kwargs:
                 return _Read(stream, (path,), fused=False)
             case (_Read() as read,) if not kwargs:
                 return _Read(read.of, (*read.through, path), read.fused)
@@ -208,8 +208,8 @@ class _Reading:
         raise self._strange(f"a call of {path}")
 
     def _block(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Output:
-        taken = [v for v in (*args, *kwargs.values()) if isinstance(v, _Stream | _Read | _Output)]
-        if len(taken) != 1 or isinstance(taken[0], _Output) or any(f["path"] == path for f in self.found):
+        taken = [v for v in (*args, *kwargs.values()) if isinstance(v, _StreamTerms | _Read | _Output)]
+        if len(taken) != 1 or isinstance(taken[0], _Output) or any(branch.path == path for branch in self.branches):
             raise self._strange(f"the call of {path}")
         read = taken[0] if isinstance(taken[0], _Read) else _Read(taken[0], (), fused=False)
 
@@ -220,29 +220,26 @@ class _Reading:
                 return value.name
             raise self._strange(f"an argument of {path}")
 
-        self.found.append({
-            "path": path, "of": read.of, "before": read.through, "fused": read.fused, "after": None,
-            "args": tuple(map(plain, args)), "kwargs": tuple((k, plain(v)) for k, v in kwargs.items()),
-        })  # fmt: skip
-        return _Output(len(self.found) - 1, ())
+        given = tuple((key, plain(value)) for key, value in kwargs.items())
+        self.branches.append(BlockCall(path, read.through, read.fused, tuple(map(plain, args)), given, after=()))
+        self.reads.append(read.of)
+        return _Output(len(self.branches) - 1, ())
 
-    def _stream(self, value: Any) -> _Stream:
+    def _stream(self, value: Any) -> _StreamTerms:
         """A value of the stream; an output becomes one where it is added."""
-        if isinstance(value, _Stream):
+        if isinstance(value, _StreamTerms):
             return value
         if not isinstance(value, _Output):
             raise self._strange("a sum")
-        found = self.found[value.block]
-        if found["after"] not in (None, value.after):
-            raise self._strange(f"two uses of the output of {found['path']}")
-        found["after"] = value.after
-        return _Stream(frozenset({value.block}))
+        if self.after.setdefault(value.block, value.after) != value.after:
+            raise self._strange(f"two uses of the output of {self.branches[value.block].path}")
+        return _StreamTerms(frozenset({value.block}))
 
-    def _sum(self, a: Any, b: Any) -> _Stream:
+    def _sum(self, a: Any, b: Any) -> _StreamTerms:
         a, b = self._stream(a), self._stream(b)
         if a.terms & b.terms:
             raise self._strange("a sum that counts a block twice")
-        return _Stream(a.terms | b.terms)
+        return _StreamTerms(a.terms | b.terms)
 
     def _product(self, a: Any, b: Any) -> _Output:
         if isinstance(b, _Output):

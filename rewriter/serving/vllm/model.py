@@ -12,11 +12,12 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from rewriter.serving.schedule import Schedule, Sum, Unsupported, schedule_of
+from rewriter.serving.schedule import Sum, SumSchedule, Unsupported, schedule_of
 from rewriter.serving.vllm.layer_form import form_of
-from rewriter.serving.vllm.reductions import blocks_of, leave_out
 from rewriter.serving.vllm.rewired_layer import RewiredLayer
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
@@ -110,7 +111,7 @@ def with_generated_config(vllm_config: VllmConfig) -> None:
     model.hf_text_config = model.hf_config.get_text_config()
 
 
-def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
+def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
     """Give the decoder layers of `model` the wiring that config.json describes. Raises Unsupported."""
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
     depth = config.get_text_config().num_hidden_layers
@@ -118,7 +119,8 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
     blocks = {index: blocks_of(layer) for index, layer in layers.items()}
     forms = {index: form_of(layer, blocks[index], dtype) for index, layer in layers.items()}
     mergeable = all(form.mergeable for form in forms.values())
-    cuts = stage_ends(vllm_config.parallel_config.pipeline_parallel_size, depth)
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    cuts = [get_pp_indices(depth, stage, stages)[1] - 1 for stage in range(stages - 1)]  # last layers of stages
     schedule = schedule_of(config, cuts, mergeable)
     refuse_cuts(schedule, cuts, all(form.paired for form in forms.values()))
     previous: Any = None
@@ -160,19 +162,14 @@ def rewired_class(layer_class: Any) -> type[nn.Module]:
 def decoder_layers(model: nn.Module, count: int) -> dict[int, nn.Module]:
     """The decoder layers that this pipeline stage holds, by number. Raises Unsupported."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    found = [{i: m for i, m in enumerate(of) if not isinstance(m, PPMissingLayer)} for of in lists]
-    found = [layers for layers in found if layers and all(map(blocks_of, layers.values()))]
-    if len(found) != 1:
-        raise Unsupported(f"{type(model).__name__} has {len(found)} lists of {count} decoder layers")
-    return found[0]
+    held = [{i: m for i, m in enumerate(of) if not isinstance(m, PPMissingLayer)} for of in lists]
+    held = [layers for layers in held if layers and all(map(blocks_of, layers.values()))]
+    if len(held) != 1:
+        raise Unsupported(f"{type(model).__name__} has {len(held)} lists of {count} decoder layers")
+    return held[0]
 
 
-def stage_ends(stages: int, layers: int) -> list[int]:
-    """The last layer of every pipeline stage but the last one."""
-    return [get_pp_indices(layers, stage, stages)[1] - 1 for stage in range(stages - 1)]
-
-
-def refuse_cuts(schedule: Schedule, cuts: Sequence[int], paired: bool) -> None:
+def refuse_cuts(schedule: SumSchedule, cuts: Sequence[int], paired: bool) -> None:
     """Raises ValueError on every stage where one of them could not be told what it reads late, or has added alone."""
     drifting = False
     for index, steps in enumerate(schedule.layers):
@@ -196,3 +193,34 @@ def own_norms(
         if wanted is not None and weight.dim() == 1 and weight.numel() == ranks * wanted.numel():
             weight = weight.view(ranks, -1)[rank]
         yield name, weight
+
+
+# --- where blocks sum over ranks
+
+
+def blocks_of(layer: nn.Module) -> Mapping[str, list[nn.Module]]:
+    """The children of `layer` that sum over ranks, each with the modules inside it that do."""
+    return {name: exits for name, child in layer.named_children() if (exits := _exits(child))}
+
+
+def leave_out(exits: list[nn.Module], where: str, bound: bool) -> None:
+    """Let the block return a rank's part of its sum. Raises Unsupported where it sums in more than one place, and where
+    a `bound` model would need a bias on every rank."""
+    if len(exits) != 1:
+        raise Unsupported(f"{where} sums over ranks in {len(exits)} places")
+    (one,) = exits
+    if isinstance(one, RowParallelLinear):
+        if bound and one.bias is not None:
+            raise Unsupported(f"{where} has a bias, and the model's ranks go on with their own parts of the sum")
+        one.reduce_results = False
+        return
+    config: Any = one.moe_config
+    if config.is_sequence_parallel or config.moe_parallel_config.use_all2all_kernels:
+        raise Unsupported(f"the experts of {where} are not tensor-parallel: give no expert parallelism")
+    config.skip_final_all_reduce = True
+
+
+def _exits(block: nn.Module) -> list[nn.Module]:
+    rows = [m for m in block.modules() if isinstance(m, RowParallelLinear) and m.reduce_results]
+    experts = [m for m in block.modules() if isinstance(m, MoERunnerInterface)]
+    return [*rows, *experts]

@@ -23,7 +23,7 @@ def register_all() -> None:
 
 
 def _on_backend(known: object) -> bool:
-    """Whether vLLM runs an architecture with transformers' code, as it does every one that it does not know."""
+    """True where vLLM runs an architecture with transformers' code, as it does every one that it does not know."""
     return getattr(known, "module_name", "").endswith(".transformers")
 
 
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _forwarding(model_type: str) -> type[PretrainedConfig]:
-    """What transformers finds under `model_type`: it makes a config of the source's class and type, by which vLLM knows
+    """The class of `model_type` for transformers: it makes a config of the source's class and type, by which vLLM knows
     the model's attention. That class is imported only when it is used."""
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewriter.serving.schedule import Step, Sum
+from rewriter.serving.schedule import Sum, SumStep
 from rewriter.serving.vllm import engine, sums
-from rewriter.serving.vllm.layer_form import HIDDEN, RESIDUAL, Branch, LayerForm
+from rewriter.serving.vllm.layer_form import HIDDEN, RESIDUAL, BlockCall, LayerForm
 
 
 @dataclass
@@ -36,13 +36,12 @@ class RewiredLayer(nn.Module):
     """Mixed into the class of a vLLM layer by `rewire`. B blocks run one after the other, as `steps` say."""
 
     form: LayerForm
-    steps: tuple[Step, ...]
-    previous: tuple[
-        RewiredLayer, ...
-    ]  # the layer before, whose last block's sum may end here; a tuple hides its weights
+    steps: tuple[SumStep, ...]
+    # the layer before, whose last block's sum may end here; a tuple hides its weights
+    previous: tuple[RewiredLayer, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer's class takes and returns; between layers a tuple stands for what is under way."""
+        """As the layer's class; between layers a tuple stands for what is under way."""
         given = dict(zip(self.form.inputs, args, strict=False)) | kwargs
         state = opened(given[HIDDEN], given.get(RESIDUAL))
         last = [layer.of_last for layer in self.previous]
@@ -55,11 +54,11 @@ class RewiredLayer(nn.Module):
         return closed(state, self.form.paired)
 
     def of_last(self, output: Tensor) -> Tensor:
-        """What becomes of the output of the last block before it is added."""
+        """The output of the last block as it is added."""
         return self.passed(output, self.form.branches[-1].after)
 
-    def read(self, branch: Branch, step: Step, state: State) -> Tensor:
-        """What the block reads, through its norms. Adds to the stream what is ready."""
+    def read(self, branch: BlockCall, step: SumStep, state: State) -> Tensor:
+        """The block's input, through its norms. Adds to the stream what is ready."""
         left_out: tuple[Tensor, ...] = ()
         if step.late and state.token is None:  # it is ready all the same: a pipeline stage begins here
             state.ready, left_out = state.ready[:-1], state.ready[-1:]
@@ -77,7 +76,7 @@ class RewiredLayer(nn.Module):
         state.ready = left_out
         return value
 
-    def call(self, branch: Branch, read: Tensor, given: dict[str, Any]) -> Tensor:
+    def call(self, branch: BlockCall, read: Tensor, given: dict[str, Any]) -> Tensor:
         args = [read if name is None else given.get(name) for name in branch.args]
         kwargs = {key: read if name is None else given.get(name) for key, name in branch.kwargs}
         output: Tensor = self.get_submodule(branch.path)(*args, **kwargs)
@@ -85,7 +84,7 @@ class RewiredLayer(nn.Module):
 
     def write(
         self,
-        step: Step,
+        step: SumStep,
         state: State,
         output: Tensor,
         after: tuple[str | float, ...],
@@ -137,7 +136,7 @@ class RewiredLayer(nn.Module):
 
 
 def opened(hidden: Any, residual: Any) -> State:
-    """What the layer before has returned."""
+    """The state that the layer before has returned."""
     if isinstance(residual, tuple):
         return State(*residual)
     if isinstance(hidden, tuple):
@@ -146,7 +145,7 @@ def opened(hidden: Any, residual: Any) -> State:
 
 
 def closed(state: State, paired: bool) -> Any:
-    """What the next layer, or the norm after the last, is to be given."""
+    """The state as the next layer, or the norm after the last, takes it."""
     whole = (state.stream, state.ready, state.token, state.own, state.drift)
     if not state.settled():
         return (state.stream, whole) if paired else whole  # models look at the shape of the first

@@ -94,23 +94,19 @@ def _finish(token: Tensor, like: Tensor) -> Tensor:
     return _under_way.popleft()()
 
 
-def _begin_fake(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-    return new.new_empty(1), torch.empty_like(stream)
-
-
-def _step_fake(new: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(new), new.new_empty(1)
-
-
-def _finish_fake(token: Tensor, like: Tensor) -> Tensor:
-    return torch.empty_like(like)
-
-
-for _name, _schema, _run, _fake in (
-    ("begin", "(Tensor new, Tensor stream) -> (Tensor, Tensor)", _begin, _begin_fake),
-    ("step", "(Tensor new, Tensor token) -> (Tensor, Tensor)", _step, _step_fake),
-    ("finish", "(Tensor token, Tensor like) -> Tensor", _finish, _finish_fake),
-):
+# The shapes of what each operator returns are those of its argument: (name, schema, function, function of shapes).
+_OPERATORS: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
+    (
+        "begin", "(Tensor new, Tensor stream) -> (Tensor, Tensor)", _begin,
+        lambda new, stream: (new.new_empty(1), torch.empty_like(stream)),
+    ),
+    (
+        "step", "(Tensor new, Tensor token) -> (Tensor, Tensor)", _step,
+        lambda new, token: (torch.empty_like(new), new.new_empty(1)),
+    ),
+    ("finish", "(Tensor token, Tensor like) -> Tensor", _finish, lambda token, like: torch.empty_like(like)),
+)  # fmt: skip
+for _name, _schema, _run, _fake in _OPERATORS:
     _library.define(_name + _schema, tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     _library._register_fake(_name, _fake)
@@ -118,17 +114,17 @@ for _name, _schema, _run, _fake in (
 
 def begin(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
     """Begin the sum of `new` [T, D]: (a token, `stream`). Whoever reads the stream that is returned, reads it after."""
-    found: tuple[Tensor, Tensor] = (torch.ops.rewriter_serving.begin if is_compiling() else _begin)(new, stream)
-    return found
+    begun: tuple[Tensor, Tensor] = (torch.ops.rewriter_serving.begin if is_compiling() else _begin)(new, stream)
+    return begun
 
 
 def step(new: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """Begin the sum of `new` [T, D] and end the one that `token` stands for: (that sum, a token)."""
-    found: tuple[Tensor, Tensor] = (torch.ops.rewriter_serving.step if is_compiling() else _step)(new, token)
-    return found
+    stepped: tuple[Tensor, Tensor] = (torch.ops.rewriter_serving.step if is_compiling() else _step)(new, token)
+    return stepped
 
 
 def finish(token: Tensor, like: Tensor) -> Tensor:
     """The sum that `token` stands for, of the shape of `like`."""
-    found: Tensor = (torch.ops.rewriter_serving.finish if is_compiling() else _finish)(token, like)
-    return found
+    finished: Tensor = (torch.ops.rewriter_serving.finish if is_compiling() else _finish)(token, like)
+    return finished

@@ -1,17 +1,16 @@
-"""Gradients on their way to the ranks that own them: in buckets, while backward is still computing earlier layers.
+"""Gradients summed over ranks in buckets, while backward is still computing earlier layers.
 
-A bucket is one flat tensor with a section for each owner: the elements of the pieces that it owns, then for each piece
-a number that says on how many ranks it got a gradient. Multi-rank bucketing (DeepSpeed's communication post, section 2)
-all-reduces the whole tensor in one collective, of which each owner takes its section; the alternative is one reduce
-for each section.
+A bucket is one flat tensor: gradients of some parameters, then for each the number of ranks that have one. It is
+all-reduced in one collective, of which each rank takes the pieces that it owns (multi-rank bucketing; DeepSpeed's
+communication post, section 2).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,104 +20,67 @@ from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.collective_log import observe
-from rewriter.runtime.process_groups import group_rank
-from rewriter.training.zero.flat import FlatParameter
+from rewriter.training.zero.flat import FlatParameter, accumulate_gradient
 
 BUCKET_BYTES = 64 << 20
 IN_FLIGHT = 2  # buckets whose memory exists at a time, besides the one that fills, where it is freed
 
 
-@dataclass(frozen=True)
-class Section:
-    """Elements `begin` to `flags` of a bucket hold gradients, `flags` to `end` the numbers of ranks."""
-
-    owner: int
-    begin: int
-    flags: int
-    end: int
-    parameters: list[int]  # one piece of each
-
-
 class Bucket:
-    """Gradients of `parameters`, whole ones, in `dtype`."""
+    """Gradients of `parameters`, which are of one dtype and device, in fp32 or the parameters' wider dtype."""
 
-    def __init__(self, parameters: list[FlatParameter], group: ProcessGroup | None, name: str) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None, name: str) -> None:
         self.parameters, self.group, self.name = parameters, group, name
-        self.dtype = torch.promote_types(parameters[0].parameter.dtype, torch.float32)
-        self.places: list[list[tuple[slice, slice]]] = [[] for _ in parameters]  # in the bucket, in the parameter
-        self.sections: list[Section] = []
-        self.size = 0
-        pieces = [(piece, i) for i, held in enumerate(parameters) for piece in held.pieces]
-        for owner in sorted({piece.owner for piece, _ in pieces}):
-            begin, held = self.size, []
-            for piece, i in pieces:
-                if piece.owner == owner:
-                    place = slice(self.size, self.size + piece.end - piece.start)
-                    self.places[i].append((place, piece.source))
-                    self.size = place.stop
-                    held.append(i)
-            self.sections.append(Section(owner, begin, self.size, self.size + len(held), held))
-            self.size += len(held)
+        self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        bounds = list(accumulate((p.numel() for p in parameters), initial=0))
+        self.places = [slice(*ends) for ends in pairwise(bounds)]
+        self.size = bounds[-1] + len(parameters)
         self.buffer: Tensor | None = None
         self.filled: set[int] = set()
+        self.work: Any = None
 
     def add(self, index: int, gradient: Tensor) -> None:
-        if self.buffer is None:
-            self.buffer = torch.empty(self.size, dtype=self.dtype, device=gradient.device)
-        flat = gradient.reshape(-1)
-        for place, source in self.places[index]:
-            if index in self.filled:
-                self.buffer[place] += flat[source]
-            else:
-                self.buffer[place] = flat[source]
+        """Add to the gradient of a parameter."""
+        place = self._memory()[self.places[index]]
+        if index in self.filled:
+            place += gradient.reshape(-1)
+        else:
+            place.copy_(gradient.reshape(-1))
         self.filled.add(index)
 
-    def start(self, per_owner: bool) -> list[Any]:
+    def start(self) -> None:
         """Begin to sum over the group. Parameters without a gradient on this rank count as zeros."""
-        if self.buffer is None:
-            self.buffer = torch.empty(self.size, dtype=self.dtype, device=self.parameters[0].parameter.device)
-        for section in self.sections:
-            self.buffer[section.flags : section.end] = 1
-            for at, i in enumerate(section.parameters, section.flags):
-                if i not in self.filled:
-                    self.buffer[at] = 0
+        buffer = self._memory()
+        flags = buffer[-len(self.parameters) :].fill_(1)
         for i in set(range(len(self.parameters))) - self.filled:
-            for place, _ in self.places[i]:
-                self.buffer[place] = 0
-        if self.group is None or self.group.size() == 1:
-            return []
-        if not per_owner:
-            observe("start", self.name, self.buffer, self.group)
-            return [dist.all_reduce(self.buffer, group=self.group, async_op=True)]
-        members = dist.get_process_group_ranks(self.group)
-        works = []
-        for section in self.sections:
-            part = self.buffer[section.begin : section.end]
-            observe("reduce", f"{self.name} to {section.owner}", part, self.group)
-            works.append(dist.reduce(part, members[section.owner], group=self.group, async_op=True))
-        return works
+            buffer[self.places[i]] = 0
+            flags[i] = 0
+        if self.group is not None and self.group.size() > 1:
+            observe("start", self.name, buffer, self.group)
+            self.work = dist.all_reduce(buffer, group=self.group, async_op=True)
 
-    def take(self, divide: float, keep: bool) -> None:
-        """Add the own section to the gradients of this rank's master weights, and forget the rest."""
-        assert self.buffer is not None
-        rank = group_rank(self.group)
-        for section in self.sections:
-            if section.owner != rank:
-                continue
-            complete = self.filled.issuperset(section.parameters)  # else the host waits for the numbers of ranks
-            used = [True] * len(section.parameters) if complete else self._used(section)
-            for i, is_used in zip(section.parameters, used, strict=True):
-                held = self.parameters[i]
-                if is_used and held.mine is not None:
-                    place, _ = self.places[i][held.pieces.index(held.mine)]
-                    held.accumulate(self.buffer[place].div_(divide))
+    def finish(self) -> list[Tensor | None]:
+        """The sums, each flat; None for a parameter that has no gradient on any rank."""
+        self.wait()
+        buffer = self._memory()
+        sums = [buffer[place] if used else None for place, used in zip(self.places, self._used(), strict=True)]
         self.filled.clear()
-        if not keep:
-            self.buffer = None
+        return sums
 
-    def _used(self, section: Section) -> list[bool]:
-        assert self.buffer is not None
-        return [ranks > 0 for ranks in self.buffer[section.flags : section.end].tolist()]
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def _used(self) -> list[bool]:
+        if len(self.filled) == len(self.parameters):  # else the host waits for the numbers of ranks
+            return [True] * len(self.parameters)
+        return [ranks > 0 for ranks in self._memory()[-len(self.parameters) :].tolist()]
+
+    def _memory(self) -> Tensor:
+        if self.buffer is None:
+            self.buffer = torch.empty(self.size, dtype=self.dtype, device=self.parameters[0].device)
+        return self.buffer
 
 
 def bucketed(parameters: Sequence[nn.Parameter], nbytes: int) -> list[list[int]]:
@@ -137,69 +99,73 @@ def bucketed(parameters: Sequence[nn.Parameter], nbytes: int) -> list[list[int]]
     return made
 
 
-def buckets_of(parameters: Sequence[FlatParameter], group: ProcessGroup | None, bucket_bytes: int) -> list[Bucket]:
-    """Parameters in reverse order, in buckets of at most `bucket_bytes` of gradients each, or of one parameter."""
-    made = bucketed([held.parameter for held in parameters], bucket_bytes)
-    return [Bucket([parameters[i] for i in each], group, f"gradients {n}") for n, each in enumerate(made)]
-
-
 class Reducer:
     """Fills buckets as backward gives gradients, and sums each as soon as it and those before it are complete.
 
-    All ranks reduce all buckets in one order, also where parameters took no part. `keep`: buckets stay in memory, so
-    that several backward passes may fill them before they are reduced (`sync` False).
+    All ranks reduce all buckets in one order, also where parameters took no part; each adds its pieces, divided by
+    `divide`, to the gradients of its master weights. `keep`: buckets stay in memory, so that several backward passes
+    may fill them before they are reduced (`sync` False).
     """
 
-    def __init__(self, buckets: list[Bucket], *, divide: float, per_owner: bool, keep: bool) -> None:
-        self.buckets, self.divide, self.per_owner, self.keep = buckets, divide, per_owner, keep
+    def __init__(
+        self, parameters: Sequence[FlatParameter], group: ProcessGroup | None, nbytes: int, divide: float, keep: bool
+    ) -> None:
+        self.divide, self.keep = divide, keep
+        self.held = [[parameters[i] for i in each] for each in bucketed([h.parameter for h in parameters], nbytes)]
+        self.buckets = [
+            Bucket([h.parameter for h in each], group, f"gradients {n}") for n, each in enumerate(self.held)
+        ]
         self.sync = True
         self.pending = False  # buckets hold what was not reduced
         self._active = False
         self._next = 0
         self._missing: list[set[int]] = []
-        self._flying: deque[tuple[Bucket, list[Any]]] = deque()
-        for b, bucket in enumerate(buckets):
-            for i, held in enumerate(bucket.parameters):
+        self._flying: deque[int] = deque()
+        for b, each in enumerate(self.held):
+            for i, held in enumerate(each):
                 held.parameter.register_post_accumulate_grad_hook(partial(self._take, b, i))
 
     @torch.no_grad()
     def _take(self, b: int, i: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        bucket = self.buckets[b]
         if gradient.is_sparse:
             raise RewriterError(
-                f"zero_optimizer: {bucket.parameters[i].name} has a sparse gradient, which does not fit a flat buffer. "
+                f"zero_optimizer: {self.held[b][i].name} has a sparse gradient, which does not fit a flat buffer. "
                 "Build the embedding with sparse=False"
             )
         if not self._active:
             self._active, self._next, self.pending = True, 0, True
-            self._missing = [set(range(len(each.parameters))) for each in self.buckets]
+            self._missing = [set(range(len(each))) for each in self.held]
             _after_backward(self._end)
         if b < self._next:
             raise RewriterError(
-                f"zero_optimizer: {bucket.parameters[i].name} got a second gradient in one backward pass, after its "
+                f"zero_optimizer: {self.held[b][i].name} got a second gradient in one backward pass, after its "
                 "bucket was sent. Checkpoint activations with use_reentrant=False"
             )
-        bucket.add(i, gradient)
+        self.buckets[b].add(i, gradient)
         self._missing[b].discard(i)
         if self.sync or not self.keep:
             while self._next < len(self.buckets) and not self._missing[self._next]:
                 self._launch()
 
     def _launch(self) -> None:
-        bucket = self.buckets[self._next]
+        self.buckets[self._next].start()
+        self._flying.append(self._next)
         self._next += 1
-        self._flying.append((bucket, bucket.start(self.per_owner)))
         while not self.keep and len(self._flying) > IN_FLIGHT:
             self._land()
 
     def _land(self) -> None:
-        bucket, works = self._flying.popleft()
-        for work in works:
-            work.wait()
-        observe("wait", bucket.name, bucket.parameters[0].parameter, bucket.group)
-        bucket.take(self.divide, self.keep)
+        b = self._flying.popleft()
+        bucket = self.buckets[b]
+        sums = bucket.finish()
+        observe("wait", bucket.name, bucket.parameters[0], bucket.group)
+        for held, total in zip(self.held[b], sums, strict=True):
+            if total is not None and held.mine is not None:
+                accumulate_gradient(held.master, held.gradient, total[held.mine.source].div_(self.divide))
+        if not self.keep:
+            bucket.buffer = None
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -216,18 +182,16 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what backward passes under `no_sync` left."""
+        """Reduce the gradients that backward passes under `no_sync` left."""
         if self.pending:
             self._next = 0
             self._reduce_rest()
 
     def clear(self) -> None:
-        """Forget what was not reduced, also of a backward pass that an error ended."""
-        for _, works in self._flying:
-            for work in works:
-                work.wait()
+        """Forget gradients that were not reduced, also of a backward pass that an error ended."""
         self._flying.clear()
         for bucket in self.buckets:
+            bucket.wait()
             bucket.filled.clear()
         self._active = self.pending = False
 

@@ -21,7 +21,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.kernels import parse_format, parse_formats
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
-from rewriter.training.zero.flat_layout import BlockLayout
+from rewriter.training.zero.flat import BlockLayout
 from rewriter.training.zero.fsdp import (
     AllGather,
     DefaultAllGather,
@@ -97,7 +97,7 @@ class QuantizedReduceScatter(DefaultAllocMixin, ReduceScatter):
     """qgZ (sections 3.3 and B.3): gradients are summed inside the node, requantized, then summed between nodes.
 
     Sums are made in fp32 and rounded once, to FSDP2's reduction dtype; a rank's own part is never quantized. Dither
-    makes the error's mean over ranks and steps zero: its seed advances with every call, on all ranks alike, and differs
+    makes the error's mean over ranks and steps zero: its seed advances with every call, on all ranks, and differs
     between the replicas of HSDP, whose errors are averaged too.
     """
 

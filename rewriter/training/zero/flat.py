@@ -1,12 +1,15 @@
-"""Parameters of one dtype as views of one flat tensor, of which each rank owns, and steps, an equal slice.
+"""Parameters as parts of flat tensors: of ours, of which each rank owns, and steps, an equal slice; and of those that
+FSDP2 communicates, in blocks.
 
 Shape suffixes: N elements of the flat tensor, S = N / ranks of a slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +19,42 @@ from rewriter.common.errors import RewriterError
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import all_gather_flat
 from rewriter.runtime.process_groups import group_rank, group_size
-from rewriter.training.zero.flat_layout import OwnedPiece, owned_pieces
 
 ALIGNMENT = 64  # bytes: kernels that read vectors want parameters to begin where an allocation might
 
 
+@dataclass(frozen=True)
+class OwnedPiece:
+    """Elements `start` to `end` of a parameter (`source`), which stand from `at` on in the slice of rank `owner`
+    (`place`)."""
+
+    parameter: int
+    owner: int
+    start: int
+    end: int
+    at: int
+
+    @property
+    def source(self) -> slice:
+        return slice(self.start, self.end)
+
+    @property
+    def place(self) -> slice:
+        return slice(self.at, self.at + self.end - self.start)
+
+
+def owned_pieces(parameter: int, begin: int, count: int, size: int) -> Iterator[OwnedPiece]:
+    """The pieces of a parameter of `count` elements from `begin` on in a flat tensor, of which rank r owns elements
+    r · size to (r + 1) · size."""
+    for owner in range(begin // size, -(-(begin + count) // size)):
+        first, last = max(begin, owner * size), min(begin + count, (owner + 1) * size)
+        if first < last:
+            yield OwnedPiece(parameter, owner, first - begin, last - begin, first - owner * size)
+
+
 @dataclass(eq=False)
 class FlatParameter:
-    """A parameter, its pieces in order of their owners, and what this rank steps of it: a master, or nothing.
+    """A parameter, and the piece of it that this rank steps, with its master weight; None where it steps nothing of it.
 
     The gradient of the master stands in `gradient`, in the master weights' dtype, from the first backward pass on.
     """
@@ -31,19 +62,15 @@ class FlatParameter:
     name: str
     parameter: nn.Parameter
     start_N: int
-    pieces: list[OwnedPiece]
-    mine: OwnedPiece | None = None
+    mine: OwnedPiece | None
     master: nn.Parameter | None = None
     gradient: Tensor | None = None
 
-    def accumulate(self, part: Tensor) -> None:
-        assert self.master is not None
-        assert self.gradient is not None
-        accumulate(self.master, self.gradient, part)
 
-
-def accumulate(master: nn.Parameter, memory: Tensor, part: Tensor) -> None:
+def accumulate_gradient(master: nn.Parameter | None, memory: Tensor | None, part: Tensor) -> None:
     """Add `part` to the gradient of a master weight, which stands in `memory`."""
+    assert master is not None
+    assert memory is not None
     if master.grad is None:
         master.grad = memory.copy_(part)
     else:
@@ -73,20 +100,20 @@ class FlatParameters:
             place = self.data_N[start : start + parameter.numel()].view(parameter.shape)
             place.copy_(parameter.detach())
             parameter.data = place
-            pieces = list(owned_pieces(i, start, parameter.numel(), self.size))
-            self.parameters.append(FlatParameter(name, parameter, start, pieces))
+            pieces = owned_pieces(i, start, parameter.numel(), self.size)
+            mine = next((piece for piece in pieces if piece.owner == own), None)
+            self.parameters.append(FlatParameter(name, parameter, start, mine))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self.master_S = self.own_S if dtype == first.dtype else self.own_S.to(dtype)
         self.gradient_S = torch.zeros(self.size, dtype=dtype, device=first.device)
         for held in self.parameters:
-            held.mine = next((piece for piece in held.pieces if piece.owner == own), None)
             if held.mine is not None:
                 held.master = nn.Parameter(self.master_S[held.mine.place])
                 held.gradient = self.gradient_S[held.mine.place]
 
     @property
     def separate(self) -> bool:
-        """Whether master weights are other memory than the parameters."""
+        """True where master weights are other memory than the parameters."""
         return self.master_S is not self.own_S
 
     def read_master(self, held: FlatParameter) -> None:
@@ -112,3 +139,37 @@ class FlatParameters:
         if self.ranks > 1:
             observe("all_gather", f"parameters {self.data_N.dtype}".replace("torch.", ""), self.data_N, self.group)
             all_gather_flat(self.data_N, self.own_S, group=self.group)
+
+
+class BlockLayout:
+    """`sizes` elements of each parameter, one after the other (N in all); in blocks, zeros fill up each one's last
+    (M in all, a multiple of `block`).
+
+    Each parameter begins with a block: with a block and a scale in common, the gradient of a bias would be lost next to
+    that of a matrix a thousand times as large.
+    """
+
+    def __init__(self, sizes: Sequence[int], block: int) -> None:
+        self.sizes = tuple(sizes)
+        self.padded = tuple(-(-size // block) * block for size in sizes)
+        self.n, self.m = sum(self.sizes), sum(self.padded)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first element of each parameter in blocks."""
+        return tuple(itertools.accumulate(self.padded, initial=0))[:-1]
+
+    def blocked(self, x_RN: Tensor) -> Tensor:
+        """x_RM; `x_RN` itself where every parameter fills its blocks."""
+        if self.n == self.m:
+            return x_RN
+        x_RM = x_RN.new_zeros(x_RN.shape[0], self.m)
+        torch._foreach_copy_(self._views(x_RM), list(x_RN.split(self.sizes, dim=1)))
+        return x_RM
+
+    def unblocked(self, x_RM: Tensor, out_RN: Tensor) -> None:
+        """The reverse of `blocked`, rounded to the dtype of `out_RN`."""
+        torch._foreach_copy_(list(out_RN.split(self.sizes, dim=1)), self._views(x_RM))
+
+    def _views(self, x_RM: Tensor) -> list[Tensor]:
+        return [x_RM[:, start : start + size] for start, size in zip(self.starts, self.sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""FrozenWeights weights kept quantized: the base of a LoRA model in a half or a quarter of its bytes.
+"""Frozen weights kept quantized: the base of a LoRA model in a half or a quarter of its bytes.
 
 A weight that is not trained is read only, so it can be a payload (`rewriter.kernels`): sharded, gathered and saved for
 backward as bytes, dequantized in forward where it is used and once more in backward. ZeRO++ (`zero-plus-plus.md`,
@@ -24,8 +24,8 @@ from rewriter.runtime.known_format import known_format
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """What `quantize_frozen` did. `weights`: by name, (bytes before, bytes after). `kept`: frozen matrices that stay as
-    they are, with the reason."""
+    """The report of `quantize_frozen`. `weights`: by name, (bytes before, bytes after). `kept`: frozen matrices that
+    stay as they are, with the reason."""
 
     weights: dict[str, tuple[int, int]]
     kept: dict[str, str]

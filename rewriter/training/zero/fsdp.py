@@ -1,4 +1,4 @@
-"""What is read and set inside FSDP2 that has no public name: the one place that knows its private attributes.
+"""Private attributes of FSDP2 that are read and set here, and nowhere else.
 
 `make matrix` checked torch 2.11 to 2.15, on Python 3.11 alone: docs/reference/versions.md.
 """
@@ -51,7 +51,7 @@ class ParameterGroup:
 
     @property
     def name(self) -> str:
-        """Of its module's class."""
+        """The name of its module's class."""
         return type(self.module).__name__.removeprefix("FSDP")
 
     @property
@@ -105,13 +105,13 @@ class ParameterGroup:
 
     @property
     def replicas(self) -> tuple[int, int]:
-        """How many copies of the shards there are (HSDP), and which one this rank has a part of."""
+        """The number of copies of the shards (HSDP), and the one that this rank has a part of."""
         info = self._group.mesh_info
         return (info.replicate_mesh_size, info.replicate_mesh_rank) if isinstance(info, HSDPMeshInfo) else (1, 0)
 
     @property
     def gathered_dtypes(self) -> set[torch.dtype]:
-        """What parameters are gathered and computed in."""
+        """The dtypes that parameters are gathered and computed in."""
         return {self._gathered(p.sharded_param.dtype) for p in self._group.fsdp_params}
 
     @property
@@ -125,17 +125,17 @@ class ParameterGroup:
 
     @property
     def divide_factor(self) -> float | None:
-        """What the user set by `set_gradient_divide_factor`."""
+        """The factor that the user set by `set_gradient_divide_factor`."""
         return self._group.gradient_divide_factor
 
     @property
     def all_reduces(self) -> bool:
-        """What the user set by `set_requires_all_reduce`; FSDP2 itself looks at it only where it has replicas."""
+        """The flag of `set_requires_all_reduce`, at which FSDP2 itself looks only where it has replicas."""
         return self._group.all_reduce_grads
 
     @property
     def reshards(self) -> bool:
-        """Whether parameters are freed after forward and gathered again in backward. An outermost module whose
+        """True where parameters are freed after forward and gathered again in backward. An outermost module whose
         `reshard_after_forward` was left to FSDP2 keeps them."""
         left = self._outermost and self.module._get_fsdp_state()._auto_reshard_after_forward
         return self._group.post_forward_mesh_info is not None and not left
@@ -229,13 +229,13 @@ def groups_of(model: nn.Module, caller: str) -> list[ParameterGroup]:
             f"{caller}: {type(model).__name__} is wrapped in FullyShardedDataParallel (FSDP1). Use "
             "torch.distributed.fsdp.fully_shard instead"
         )
-    found = list(_groups(model, caller))
-    if not found:
+    groups = list(_groups(model, caller))
+    if not groups:
         raise RewriterError(
             f"{caller}: {type(model).__name__} is not sharded. Call torch.distributed.fsdp.fully_shard on its layers "
             "and on itself first"
         )
-    return found
+    return groups
 
 
 def _groups(model: nn.Module, caller: str) -> Iterator[ParameterGroup]:
@@ -261,7 +261,7 @@ def _groups(model: nn.Module, caller: str) -> Iterator[ParameterGroup]:
 
 
 def reduction_factor(op: Any, ranks: int) -> float:
-    """What FSDP2 wants a sum over `ranks` multiplied by: `op` is SUM, AVG, or PREMUL_SUM with a factor inside."""
+    """The factor of FSDP2's sum over `ranks`: `op` is SUM, AVG, or PREMUL_SUM with a factor inside."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from rewriter.common.errors import RewriterError
-from rewriter.training.zero.scaling import overflowed
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -36,7 +35,7 @@ class MasterWeightOptimizer(Optimizer):
     """
 
     name: str  # of the function that errors name
-    place_words: str  # what the numbers of `place` are
+    place_words: str  # names of the numbers of `place`
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self._complete = inner, False
@@ -47,7 +46,7 @@ class MasterWeightOptimizer(Optimizer):
     def _adopt(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    # --- what a subclass gives ---
+    # --- for a subclass to give ---
 
     def rank_groups(self) -> list[ProcessGroup]:
         """Groups whose ranks together step all parameters."""
@@ -95,7 +94,7 @@ class MasterWeightOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: the optimizer's state, and "master_weights". Each rank saves and loads its own, on as many
+        """This rank's state of the optimizer, and "master_weights". Each rank saves and loads its own, on as many
         ranks in the same layout; the model's own state_dict holds the parameters, and is loaded first."""
         return {
             **self.inner.state_dict(),
@@ -159,3 +158,26 @@ def differing(values: Tensor, group: ProcessGroup) -> Tensor:
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return least != most
+
+
+def overflowed(scaler: GradScaler, optimizer: Optimizer, groups: Sequence[ProcessGroup]) -> bool:
+    """Unscale the gradients unless that is done, and say whether any rank of `groups` has found inf or NaN in its own.
+
+    Each rank has gradients of its own elements, and a plain GradScaler looks at no others': the rank of an element that
+    overflowed would skip a step that the others wait for. `update` reads the flags of the scaler, which are private to
+    torch. All ranks call it.
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
+    scale = scaler._scale
+    assert scale is not None
+    flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
+    if not flags:  # this rank has no gradients
+        flags[scale.device] = torch.zeros((), device=scale.device)
+    most = torch.stack([flag.reshape(()).to(scale.device) for flag in flags.values()]).amax()
+    for group in groups:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    for flag in flags.values():
+        flag.fill_(most)
+    return bool(most)

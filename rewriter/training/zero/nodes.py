@@ -1,4 +1,4 @@
-"""Which ranks share a node, and the two groups of each: inside its node, and between nodes."""
+"""Nodes: the ranks that share one, and the two groups of each rank, inside its node and between nodes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def node_groups(group: ProcessGroup, local: int, device_type: str) -> DeviceMesh
 
 
 def ranks_per_node(group: ProcessGroup, node: int | None, secondary: int | None) -> int:
-    """How many neighbours of `group` share a node: `node`, or what LOCAL_WORLD_SIZE says (torchrun sets it), or
-    `secondary`. At most the group's size.
+    """The number of neighbours of `group` that share a node: `node`, or what LOCAL_WORLD_SIZE says (torchrun sets it),
+    or `secondary`. At most the group's size.
 
     Raises RewriterError where nothing says it, where it does not divide the group, or where nodes hold unequal numbers
     of the group's ranks.
@@ -57,7 +57,7 @@ def ranks_per_node(group: ProcessGroup, node: int | None, secondary: int | None)
 
 
 def divides(name: str, value: int, ranks: int) -> int:
-    """`value`, if groups of so many ranks make up `ranks`; RewriterError else."""
+    """`value`, if groups of that many ranks make up `ranks`; RewriterError else."""
     if value < 1 or ranks % value:
         options = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise RewriterError(

@@ -18,7 +18,7 @@ from rewriter.training.zero.nodes import LOCAL, divides, node_groups, ranks_per_
 
 @dataclass(frozen=True)
 class ZeroPlusPlus:
-    """What `zero_plus_plus` has set, and its memory on each rank, in bytes (the paper's figure 12).
+    """The report of `zero_plus_plus`: what it has set, and its memory on each rank, in bytes (the paper's figure 12).
 
     ranks: that parameters are sharded over (P). node: of these, neighbours that share a node. parameters: their number,
     over all ranks. primary_bytes: the shards that the optimizer steps. secondary_bytes: hpZ's, in the dtype that
@@ -49,13 +49,13 @@ def zero_plus_plus(
     weights: the format that parameters are gathered in (qwZ), such as "int8"; rotated ones do badly on vectors of equal
     elements, such as the weights of a new norm, which plain ones hold well. gradients: that of reductions, inside
     the node and between nodes (qgZ), such as "int8/int4-hadamard"; dithered. None leaves either as it is. secondary:
-    keep a copy of what forward gathered among groups of so many neighbouring ranks until backward, which then gathers
-    from them (hpZ). Backward then computes with forward's weights, quantized or not; a forward pass gathers anew once
-    a torch optimizer has stepped or weights were written to (not through `.data`: call `reshard()` then). Usually the
-    ranks of a node; any number that divides the ranks. node: ranks per node; default what LOCAL_WORLD_SIZE says, else
-    `secondary`.
+    keep a copy of what forward gathered among groups of this number of neighbouring ranks until backward, which then
+    gathers from them (hpZ). Backward then computes with forward's weights, quantized or not; a forward pass gathers
+    anew once a torch optimizer has stepped or weights were written to (not through `.data`: call `reshard()` then).
+    Usually the ranks of a node; any number that divides the ranks. node: ranks per node; default what LOCAL_WORLD_SIZE
+    says, else `secondary`.
 
-    Dither begins anew with each call of this: training that is resumed goes on as well, and not bit by bit alike.
+    Dither begins anew with each call of this: training that is resumed goes on as well, and not to the bit.
 
     Works with gradient accumulation of either kind, mixed precision, and divide factors of gradients. Weights are read
     from and gradients written to FSDP2's own buffers; the shards that the optimizer steps are never quantized.
@@ -98,13 +98,13 @@ def zero_plus_plus(
 
 def _ranks(model: nn.Module, groups: list[ParameterGroup]) -> int:
     """The number of ranks that all groups are sharded over."""
-    found = {group.process_group.size() for group in groups}
-    if len(found) > 1:
+    sizes = {group.process_group.size() for group in groups}
+    if len(sizes) > 1:
         raise RewriterError(
-            f"zero_plus_plus: modules of {type(model).__name__} are sharded over {sorted(found)} ranks, expected one "
+            f"zero_plus_plus: modules of {type(model).__name__} are sharded over {sorted(sizes)} ranks, expected one "
             "number. Call it on each part that is sharded alike"
         )
-    return found.pop() if found else 1
+    return sizes.pop() if sizes else 1
 
 
 def _one_dtype(group: ParameterGroup) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.agreement import checksum
 from rewriter.runtime.process_groups import group_rank, group_size
-from rewriter.training.zero.buckets import BUCKET_BYTES, Reducer, buckets_of
+from rewriter.training.zero.buckets import BUCKET_BYTES, Reducer
 from rewriter.training.zero.flat import FlatParameters
 from rewriter.training.zero.master_weights import (
     MakeOptimizer,
@@ -44,7 +44,6 @@ def zero_optimizer(
     params: Parameters | None = None,
     divide: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    multi_rank_buckets: bool = True,
 ) -> ZeroOptimizer:
     """Train `model`, which every rank of `group` holds whole, with 1 / ranks of the optimizer's state on each.
 
@@ -61,8 +60,7 @@ def zero_optimizer(
     elementwise (SGD, Adam, AdamW, Lion; not Muon, Shampoo or Adafactor). params: parameters of the model, or groups of
     them with their options; default all that require a gradient. divide: what the sum of gradients over `group`
     is divided by, default its size, for ranks whose loss is the mean over their own rows. bucket_bytes: of gradients
-    that are reduced together, in fp32 for parameters of any dtype. multi_rank_buckets: False sends each owner's part
-    by a separate reduce, to measure what bucketing saves.
+    that are reduced together, in fp32 for parameters of any dtype.
 
     In place: parameters become views of one flat tensor for each dtype, so the model must be on its device and in its
     dtype; 16-bit ones get fp32 master weights. Gradients are summed while backward runs, and leave the parameters'
@@ -84,12 +82,11 @@ def zero_optimizer(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise RewriterError("zero_optimizer: the model is sharded by FSDP2, which is stage 3. Use a plain optimizer")
     divide = float(group_size(group)) if divide is None else divide
-    reduction = {"divide": divide, "per_owner": not multi_rank_buckets, "keep": stage == 1}
-    return ZeroOptimizer(model, optimizer, group, stage, params, bucket_bytes, reduction)
+    return ZeroOptimizer(model, optimizer, group, stage, params, bucket_bytes, divide)
 
 
 class ZeroOptimizer(MasterWeightOptimizer):
-    """What `zero_optimizer` returns: an Optimizer of this rank's master weights.
+    """The optimizer of `zero_optimizer`, of this rank's master weights.
 
     Schedulers take it; `param_groups` and `state` are those of the optimizer inside. `model.zero_grad()` does what the
     optimizer's does. Loading weights into the model renews the master weights.
@@ -106,7 +103,7 @@ class ZeroOptimizer(MasterWeightOptimizer):
         stage: int,
         params: Parameters | None,
         bucket_bytes: int,
-        reduction: dict[str, Any],
+        divide: float,
     ) -> None:
         self.group, self.stage = group, stage
         groups = groups_of_parameters(model, params)
@@ -118,7 +115,7 @@ class ZeroOptimizer(MasterWeightOptimizer):
         held = [held for _, held in self._places]
         for each in held:
             setattr(each.parameter, _OWNED, True)
-        self.reducer = Reducer(buckets_of(held, group, bucket_bytes), **reduction)
+        self.reducer = Reducer(held, group, bucket_bytes, divide, keep=stage == 1)
         masters = {each.parameter: each.master for each in held if each.master is not None}
         super().__init__(
             optimizer([{**given, "params": [masters[p] for p in given["params"] if p in masters]} for given in groups])
@@ -242,19 +239,19 @@ def _trained(model: nn.Module, groups: list[dict[str, Any]]) -> list[tuple[str, 
                 "comes twice": parameter in wanted,
                 "belongs to another zero_optimizer": getattr(parameter, _OWNED, False),
             }
-            why = next((fault for fault, found in faults.items() if found), None)
+            why = next((fault for fault, there in faults.items() if there), None)
             if why is not None:
                 raise RewriterError(
                     f"zero_optimizer: parameter {name} {why}. Pass parameters of the model that are trained, each once"
                 )
             wanted.add(parameter)
-    found = [(name, parameter) for parameter, name in names.items() if parameter in wanted and parameter.numel()]
-    if not found:
+    named = [(name, parameter) for parameter, name in names.items() if parameter in wanted and parameter.numel()]
+    if not named:
         raise RewriterError(
             f"zero_optimizer: no parameter of {type(model).__name__} requires a gradient. Set requires_grad_(True) on "
             "what is trained"
         )
-    return found
+    return named
 
 
 def _by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

@@ -1,4 +1,4 @@
-"""The processes of one run: which rows of a batch a rank computes, and what ranks exchange."""
+"""The processes of one run: the rows of a batch that a rank computes, and what ranks exchange."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rewriter.common.errors import RewriterError
 
 @dataclass(frozen=True)
 class RunRanks:
-    """This process among all. `replicas` see different rows, of which this is number `replica`; `within` ranks share
-    the rows of one replica (tp × sp)."""
+    """This process among all. `replicas` see different rows, of which this is number `replica`; `within` ranks, which
+    are neighbours, share the rows of one replica (tp × sp)."""
 
     rank: int = 0
     world: int = 1
@@ -30,12 +30,20 @@ class RunRanks:
 
     @property
     def replica(self) -> int:
-        # ranks of one replica are neighbours, in every mesh that the runtime makes
         return self.rank // self.within
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """All ranks; None for a single one."""
+        return None if self.world == 1 else dist.group.WORLD
+
+    def mesh(self, device: torch.device) -> DeviceMesh | None:
+        """All ranks as one dimension "dp"; None for a single one."""
+        return None if self.world == 1 else init_device_mesh(device.type, (self.world,), mesh_dim_names=("dp",))
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -47,18 +55,17 @@ class RunRanks:
             dist.all_reduce(x, group=group)
         return x
 
-    def same(self, what: Any) -> Any:
-        """Rank 0's `what`, on every rank."""
+    def same(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
         if self.world == 1:
-            return what
-        box = [what]
+            return value
+        box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """What `work()` returns on rank 0, on every rank; its error on every rank, where it fails."""
-        result: Any = None
-        error: BaseException | None = None
+        """Rank 0's `work()`, on every rank; its error on every rank, where it fails."""
+        result, error = None, None
         if self.first:
             try:
                 result = work()
@@ -71,15 +78,6 @@ class RunRanks:
             raise RewriterError(f"rank 0 failed: {message}")
         return result
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        """All ranks; None for a single one."""
-        return None if self.world == 1 else dist.group.WORLD
-
-    def mesh(self, device: torch.device) -> DeviceMesh | None:
-        """All ranks as one dimension "dp"; None for a single one."""
-        return None if self.world == 1 else init_device_mesh(device.type, (self.world,), mesh_dim_names=("dp",))
-
 
 def join(within: int, device: torch.device, ep: int = 1) -> RunRanks:
     """Join the process group that torchrun describes, if it started this process and there is none yet.
@@ -87,10 +85,15 @@ def join(within: int, device: torch.device, ep: int = 1) -> RunRanks:
     Raises RewriterError where the number of processes is not a multiple of `within` and of `ep`.
     """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world % within:
-        raise _wrong(f"--tp × --sp = {within} ranks share the rows of a batch", world, within)
-    if world % ep:
-        raise _wrong(f"--ep {ep} ranks share the experts of a layer", world, ep)
+    for multiple, shared in (
+        (within, f"--tp × --sp = {within} ranks share the rows of a batch"),
+        (ep, f"--ep {ep} ranks share the experts of a layer"),
+    ):
+        if world % multiple:
+            raise RewriterError(
+                f"{shared}, but {world} run{'s' * (world == 1)}. Start it with torchrun --nproc-per-node {multiple}, "
+                f"or a multiple of {multiple} for data parallelism"
+            )
     if world == 1:
         return RunRanks()
     if not dist.is_initialized():
@@ -107,10 +110,3 @@ def leave() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _wrong(what: str, world: int, multiple: int) -> RewriterError:
-    return RewriterError(
-        f"{what}, but {world} run{'s' * (world == 1)}. Start it with torchrun --nproc-per-node {multiple}, or a "
-        f"multiple of {multiple} for data parallelism"
-    )

@@ -1,4 +1,4 @@
-"""What a run leaves: the trained weights under the source's names, rewritten again, with what was done and measured."""
+"""The output of a run: the trained weights under the source's names, rewritten again, with what was measured."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rewriter.adapt.log import METRICS, read_metrics
+from rewriter.adapt.models import HuggingFaceModel, base_of
 from rewriter.adapt.options import FREE, Options
 from rewriter.adapt.run import Run
-from rewriter.adapt.run_log import METRICS, read_metrics
-from rewriter.adapt.student_setup import Student
-from rewriter.adapt.students import HuggingFaceModel, base_of
+from rewriter.adapt.students import Student
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
 from rewriter.convert.conversion import save
 from rewriter.convert.reopened import taken_over
@@ -44,7 +44,7 @@ def merge(built: Student) -> None:
         device = next(module.parameters()).device
         module = built.exact()
         module.load_state_dict(trained, strict=False)
-        built.model, built.optimizer, built.make_optimizer = HuggingFaceModel(module, built.model.group), None, None
+        built.model, built.optimizer, built.master_weights = HuggingFaceModel(module, built.model.group), None, None
         module.to(device)  # once nothing holds the quantized model
     cast(Any, module).merge_and_unload()
 
@@ -53,7 +53,7 @@ def merge(built: Student) -> None:
 def round_to(module: nn.Module, source: Path, dtype: str) -> None:
     """Round all weights to the dtype that they are stored in: the loss after training is of those.
 
-    What transformers has in fp32 in the model in `source`, loaded in `dtype` ("bfloat16"), stays so.
+    Weights of the model in `source` that transformers keeps in fp32 when it loads in `dtype` ("bfloat16") stay so.
     """
     free_gathered(module)
     fp32 = build_skeleton(load_config(source)).fp32.get(dtype, ())
@@ -64,11 +64,10 @@ def round_to(module: nn.Module, source: Path, dtype: str) -> None:
 
 
 def collect(run: Run, built: Student) -> None:
-    """Write the trained weights under the source's names, beside the source's config. Every rank calls it."""
+    """Write the trained weights under the source's names, with the source's config. Every rank calls it."""
     like, trained, module = Checkpoint.open(run.source), run.place / "trained", built.model.module
-    ranks, tp = run.ranks, run.options.tp
+    ranks, tp, program = run.ranks, run.options.tp, built.program
     free_gathered(module)
-    program = built.program
     if program is None:
         base = base_of(module)
         if built.experts is not None:
@@ -98,10 +97,15 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def entry(run: Run, losses: dict[str, float]) -> AdaptationEntry:
-    """What the manifest says of a run."""
+    """The manifest's entry of a run."""
     options, data, sizes = run.options, run.data, run.sizes
     plain = {f.name: f.default for f in dataclasses.fields(Options)}
     given = {k: v for k, v in asdict(options).items() if k not in ("settings", "method") and v != plain[k]}
+    seconds, before = 0.0, 0  # of steps, in all parts of a run that was interrupted
+    for line in read_metrics(run.place):
+        if "tokens_per_second" in line:
+            seconds += (line["tokens"] - before) / line["tokens_per_second"]
+            before = line["tokens"]
     return AdaptationEntry(
         method=str(options.method),
         data=data.data,
@@ -115,18 +119,8 @@ def entry(run: Run, losses: dict[str, float]) -> AdaptationEntry:
         options=given,
         ranks={"dp": run.ranks.replicas, "sp": options.sp, "tp": options.tp},
         losses=losses,
-        seconds=round(_seconds(run.place), 1),
+        seconds=round(seconds, 1),
     )
-
-
-def _seconds(run: Path) -> float:
-    """How long steps took, in all parts of a run that was interrupted."""
-    total, before = 0.0, 0
-    for line in read_metrics(run):
-        if "tokens_per_second" in line:
-            total += (line["tokens"] - before) / line["tokens_per_second"]
-            before = line["tokens"]
-    return total
 
 
 def write(run: Run, out: Path, done: AdaptationEntry, verify: Level) -> None:

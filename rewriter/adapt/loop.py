@@ -1,4 +1,4 @@
-"""transformers' Trainer, for a model that is distributed by itself.
+"""The training loop: transformers' Trainer, for a model that is distributed by itself.
 
 Every rank's Trainer believes that it is alone: there is no DDP, and accelerate shards nothing. `Order` assigns rows to
 ranks, the model or its optimizer sums gradients, and all ranks write checkpoints together. Logging, schedules,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,21 +18,52 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from rewriter.adapt import checkpoints, losses
-from rewriter.adapt.batches import Order, stack
+from rewriter.adapt import checkpoints
+from rewriter.adapt.log import Metrics
+from rewriter.adapt.models import Batch
+from rewriter.adapt.objective import Loss, stack
+from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.run import Run
-from rewriter.adapt.run_log import Metrics
-from rewriter.adapt.student_setup import Student
-from rewriter.adapt.students import Batch, Model
+from rewriter.adapt.schedule import RunSizes
+from rewriter.adapt.students import Student
 from rewriter.common.errors import RewriterError
+from rewriter.runtime.loss import IGNORED, next_tokens
 from rewriter.training import ZeroOptimizer
 
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-Loss = Callable[[Model, Batch, nn.Module], dict[str, Tensor]]
-"""Sums over this rank's targets by name; "loss" is what is minimised."""
+
+
+class Order(Sampler[list[int]]):
+    """The rows of every backward pass of a rank, in order: lists of `schedule.micro_batch` indices.
+
+    Epochs follow one another, each another permutation of all rows; step g takes the next `schedule.batch` rows, and
+    ranks take neighbouring parts of them. It depends on the seed and the rows alone: a step sees the same rows on any
+    number of ranks, and after any interruption.
+    """
+
+    def __init__(self, rows: int, schedule: RunSizes, ranks: RunRanks, seed: int) -> None:
+        self.rows, self.schedule, self.ranks, self.seed = rows, schedule, ranks, seed
+
+    def __len__(self) -> int:
+        return self.schedule.steps * self.schedule.accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        stream, size = self._stream(), self.schedule.micro_batch
+        own = self.schedule.accumulation * size
+        first = self.ranks.replica * own
+        for _ in range(self.schedule.steps):
+            step = [next(stream) for _ in range(self.schedule.batch)]
+            yield from (step[i : i + size] for i in range(first, first + own, size))
+
+    def _stream(self) -> Iterator[int]:
+        epoch = 0
+        while True:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            yield from torch.randperm(self.rows, generator=generator).tolist()
+            epoch += 1
 
 
 @contextlib.contextmanager
@@ -104,17 +135,18 @@ class AdaptTrainer(Trainer):
     # Data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        workers, pin = self.args.dataloader_num_workers, self.args.dataloader_pin_memory
-        pin = pin and self.args.device.type == "cuda"
-        rows = self.run.data.rows
-        order = Order(len(rows), self.run.sizes, self.ranks, self.run.data_seed)  # type: ignore[arg-type]
-        return DataLoader(rows, batch_sampler=order, collate_fn=stack, num_workers=workers, pin_memory=pin)
+        run, args = self.run, self.args
+        seed = int(run.settings.get("data_seed", run.settings["seed"]))
+        order = Order(len(run.data.rows), run.sizes, self.ranks, seed)  # type: ignore[arg-type]
+        pin = args.dataloader_pin_memory and args.device.type == "cuda"
+        return DataLoader(
+            run.data.rows, batch_sampler=order, collate_fn=stack, num_workers=args.dataloader_num_workers,
+            pin_memory=pin,
+        )  # fmt: skip
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> int:
-        own = sum(losses.count_targets(batch["labels"]) for batch in batch_samples)
-        total = torch.tensor(own, device=device, dtype=torch.float64)
-        if self.ranks.world > 1:
-            total = self.ranks.sum(total) / self.ranks.within
+        own = sum(int((next_tokens(batch["labels"]) != IGNORED).sum()) for batch in batch_samples)
+        total = self.ranks.sum(torch.tensor(own, device=device, dtype=torch.float64)) / self.ranks.within
         self._targets = max(1, int(total))
         self._sums = {}
         return self._targets
@@ -149,53 +181,56 @@ class AdaptTrainer(Trainer):
         """The norm, before weights are touched: what is not finite now would be in all of them after the step."""
         norm = self.built.clip(largest)
         self.parts = {name: float(value) for name, value in self._sums.items()}
-        found = {**{f"the {name}": value for name, value in self.parts.items()}, "the gradient's norm": float(norm)}
-        bad = next((name for name, value in found.items() if not math.isfinite(value)), None)
+        values = {**{f"the {name}": value for name, value in self.parts.items()}, "the gradient's norm": float(norm)}
+        bad = next((name for name, value in values.items() if not math.isfinite(value)), None)
         if bad is None:
             return norm
         kept = checkpoints.last(self.run.place)
         where = "there is no checkpoint yet" if kept is None else f"the last good checkpoint is {kept}"
         raise RewriterError(
-            f"step {self.state.global_step + 1}: {bad} is {found[bad]}; training stopped before the weights took it "
+            f"step {self.state.global_step + 1}: {bad} is {values[bad]}; training stopped before the weights took it "
             f"up, and {where}. Lower learning_rate or max_grad_norm and start again, or look at the rows of this step"
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.built.make_optimizer is not None and self.built.optimizer is None:
-            self.optimizer = self.built.make_optimizer(self)
-        return super().create_optimizer(model) if model is not None else super().create_optimizer()
+        """The Trainer's optimizer, or one like it of master weights, where the student has some."""
+        plain = super().create_optimizer(model) if model is not None else super().create_optimizer()
+        wrap = self.built.master_weights
+        if wrap is not None and self.built.optimizer is None:
+            cls, keywords = self.get_optimizer_cls_and_kwargs(self.args, self.built.model.module)
+            groups = [{name: group[name] for name in ("params", "weight_decay")} for group in plain.param_groups]
+            self.optimizer = self.built.optimizer = wrap(lambda own: cls(own, **keywords), groups)
+        return self.optimizer
+
+    def _raw(self) -> torch.optim.Optimizer:
+        """The optimizer within accelerate's."""
+        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The losses on the evaluation rows, logged."""
-        found = {"eval_loss": self.run.measured(self.student)}
-        self.log(found)
-        self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-        return found
+        measured = {"eval_loss": self.run.measured(self.student)}
+        self.log(measured)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
+        return measured
 
     # Checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
-        staging = checkpoints.begin(self.run.place, step, self.ranks)
-        checkpoints.save(staging, self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.built.own)
-        if self.ranks.first:
-            self.state.save_to_json(str(staging / "trainer_state.json"))
-        checkpoints.commit(staging, step, self.args.save_total_limit, self.ranks)
+        with checkpoints.writing(self.run.place, step, self.args.save_total_limit, self.ranks) as place:
+            checkpoints.save(place, self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.built.own)
+            if self.ranks.first:
+                self.state.save_to_json(str(place / "trainer_state.json"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoints.load_model(Path(resume_from_checkpoint), self.student.module, self.ranks, self.built.own)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            checkpoints.load_rest(
-                Path(checkpoint), self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.built.own
-            )
+            module, schedule = self.student.module, self.lr_scheduler
+            checkpoints.load_rest(Path(checkpoint), module, self._raw(), schedule, self.ranks, self.built.own)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             checkpoints.load_random_state(Path(checkpoint), self.ranks)
-
-    def _raw(self) -> torch.optim.Optimizer:
-        """The optimizer within accelerate's."""
-        found: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return found

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: one JSON line per logged step, TensorBoard where it is installed, a display."""
+"""The log of a run: one JSON line per logged step, TensorBoard where it is installed, and progress."""
 
 from __future__ import annotations
 
@@ -42,22 +42,21 @@ class Metrics(TrainerCallback):
         logged = {name: value for name, value in (logs or {}).items() if name in _KEPT}
         if not logged:
             return
-        entry: dict[str, Any] = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
         if "loss" in logged:
             # of the step, not the Trainer's mean since the last line: that is another one after an interruption
             logged |= self.parts()
-        now, (step, then) = time.perf_counter(), self._last
-        if state.global_step > step and "loss" in logged:
-            logged["tokens_per_second"] = round((state.global_step - step) * self.tokens_per_step / (now - then), 1)
-            self._last = (state.global_step, now)
-        entry |= {name: value if math.isfinite(value) else str(value) for name, value in logged.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        if "loss" in logged:
+            now, (step, then) = time.perf_counter(), self._last
+            if state.global_step > step:
+                logged["tokens_per_second"] = round((state.global_step - step) * self.tokens_per_step / (now - then), 1)
+                self._last = (state.global_step, now)
             speed = logged.get("tokens_per_second")
             self.run.progress(
                 "training", state.global_step, state.max_steps, loss=logged["loss"], tokens_per_second=speed
             )
+        entry: dict[str, Any] = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
+        entry |= {name: value if math.isfinite(value) else str(value) for name, value in logged.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -84,14 +83,19 @@ def tensorboard(run: Path, step: int) -> list[TrainerCallback]:
     from transformers.integrations import TensorBoardCallback
 
     place = run / "tensorboard"
-    _await_later_name(place)
+    # A file's name begins with the second, and TensorBoard reads files in the order of their names: within one second
+    # process ids would decide. A clock that was set back is not awaited.
+    seconds = [path.name.split(".")[3] for path in place.glob("events.out.tfevents.*")]
+    last = max((int(second) for second in seconds if second.isdecimal()), default=0)
+    if last <= time.time() < last + 1:
+        time.sleep(last + 1 - time.time())
     return [TensorBoardCallback(SummaryWriter(str(place), purge_step=step + 1))]
 
 
 @contextmanager
 def told_where_it_is_awaited() -> Iterator[None]:
     """A thread that keeps its exception for the one that waits for it, as TensorBoard's writer does, prints no
-    traceback of its own: the next event raises it."""
+    traceback: the next event raises it."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -103,14 +107,3 @@ def told_where_it_is_awaited() -> Iterator[None]:
         yield
     finally:
         threading.excepthook = before
-
-
-def _await_later_name(place: Path) -> None:
-    """Wait until a new file of events sorts after those in `place`, which TensorBoard reads in the order of names.
-
-    A name begins with the second; within one second process ids would decide. A clock that was set back is not awaited.
-    """
-    seconds = [path.name.split(".")[3] for path in place.glob("events.out.tfevents.*")]
-    last = max((int(second) for second in seconds if second.isdecimal()), default=0)
-    if last <= time.time() < last + 1:
-        time.sleep(last + 1 - time.time())
