@@ -12,10 +12,18 @@ import zoo
 from quantized_checkpoints import fp8_blocks
 from test_quantized_sources import sharded, write
 
-from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Tensor, Transpose
 from rewriter.kernels import stored_weights
 from rewriter.runtime import load
-from rewriter.weights.narrowing import is_dequantized
+from rewriter.weights.expressions import (
+    Concat,
+    Dequantized,
+    Expression,
+    Slice,
+    Stack,
+    Tensor,
+    Transpose,
+    is_dequantized,
+)
 from rewriter.weights.references import RankWeights
 from rewriter.weights.stored_weight import Stored, StoredWeight, stored
 

@@ -1,6 +1,6 @@
 """Trained shards put back into the tensors of a checkpoint.
 
-Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.common.expressions`). The
+Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.weights.expressions`). The
 expression of a parameter, evaluated over the elements' places in place of the elements, says where each trained one
 belongs.
 """

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Reference
+from rewriter.weights.expressions import Expression, Reference
 
 Shape = tuple[int | str, ...]
 SPLAT = "rewriter_kwargs"  # the name of a layer's `**kwargs` in its wiring
