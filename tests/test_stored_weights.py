@@ -126,7 +126,7 @@ WHOLE = Dequantized("fp8", (Tensor("a"), Tensor("one")), (48,), "BF16")
 )
 def test_rearrangements_of_blocks(expression: Expression) -> None:
     """Against the same rearrangement of what each block stands for."""
-    from rewriter.weights.checkpoint import evaluate
+    from rewriter.weights.expressions import evaluate
 
     draw = torch.Generator().manual_seed(0)
     tensors = {n: torch.rand(shape, generator=draw) + 0.5 for n, shape in SHAPES.items()}

@@ -18,7 +18,8 @@ from torch import nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Parameter, Program
 from rewriter.weights import Checkpoint
-from rewriter.weights.checkpoint import evaluate, torch_dtype
+from rewriter.weights.checkpoint import torch_dtype
+from rewriter.weights.expressions import evaluate
 
 
 def write_trained(like: Checkpoint, read: Callable[[str], torch.Tensor], out: Path) -> None:

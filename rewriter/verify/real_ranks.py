@@ -23,8 +23,7 @@ from rewriter.verify.plain_model import PlainTensors, loaded_dtypes, plain_model
 from rewriter.verify.reference_modes import reference_of
 from rewriter.verify.shrunken_check import MOST_RANKS, on_ranks
 from rewriter.weights import Checkpoint
-from rewriter.weights.checkpoint import evaluate
-from rewriter.weights.expressions import Expression, Tensor, substituted
+from rewriter.weights.expressions import Expression, Tensor, evaluate, substituted
 from rewriter.weights.quantized_tensors import quantized_weights
 from rewriter.weights.streaming import stream_parameters
 
