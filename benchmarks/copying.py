@@ -21,8 +21,8 @@ from pathlib import Path
 
 from random_checkpoint import Sizes, make
 
-from rewriter.common.expressions import Expression, Slice, Tensor
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
+from rewriter.weights.expressions import Expression, Slice, Tensor
 
 
 def shard(name: str, shape: tuple[int, ...], rank: int, tp: int) -> Expression:

@@ -59,7 +59,7 @@ def rewrite(
 
 def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> ConversionReport:
     """Convert a checkpoint into a verified output directory: the options are those of `convert.conversion.convert`."""
-    from rewriter.convert.early import begun_copies
+    from rewriter.weights.early_copies import begun_copies
 
     with begun_copies(model, **options) as early:
         with collector_paused():

@@ -16,9 +16,9 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
-from rewriter.common.expressions import Tensor
 from rewriter.ir import Body, Module, Program
 from rewriter.ir.marks import marks, set_marks
+from rewriter.weights.expressions import Tensor
 from rewriter.weights.header import read_header
 
 aten = torch.ops.aten

@@ -26,7 +26,6 @@ from transformers.core_model_loading import WeightRenaming, revert_weight_conver
 
 import rewriter as rw
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Tensor
 from rewriter.coverage.configs import small_config
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program
@@ -38,6 +37,7 @@ from rewriter.verify.random_model import EAGER, build_model, random_ids
 from rewriter.verify.simulate import RankValues, Simulator, load_weights, simulate
 from rewriter.verify.stream_hooks import decoder_layers
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Tensor
 from rewriter.weights.references import RankWeights
 
 Tensors = dict[str, torch.Tensor]

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM
 import rewriter as rw
 from rewriter import api
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.common.expressions import Reference
 from rewriter.convert import conversion as convert_module
 from rewriter.convert.report import ConversionReport
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
 from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.verify import saved_output, shrunken_check, subprocess_logits
+from rewriter.weights.expressions import Reference
 
 UPPER = {2, 3}
 

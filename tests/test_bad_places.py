@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from refusals import Capture, refused, written
+from refusals import Capture, refused
 from test_api import add_tokenizer
+
+from rewriter import api
 
 
 def folder(place: Path) -> None:
@@ -36,6 +39,16 @@ GIVEN = {
 }
 
 
+@pytest.fixture(scope="module")
+def made(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was made of the good model, with a tokenizer, on two ranks."""
+    root = tmp_path_factory.mktemp("made")
+    shutil.copytree(good, root / "m")
+    add_tokenizer(root / "m")
+    api.convert(root / "m", "ladder", out=root / "out", tp=2, verify="none")
+    return root / "out"
+
+
 @pytest.mark.parametrize("put", [folder, loop])
 def test_in_place_of_the_tokenizer(model: Path, capsys: Capture, put: Put) -> None:
     add_tokenizer(model)
@@ -54,8 +67,8 @@ def test_in_place_of_a_file_of_the_model(model: Path, capsys: Capture, name: str
 
 @pytest.mark.parametrize("put", [folder, loop])
 @pytest.mark.parametrize("name", OF_OUTPUT)
-def test_in_place_of_a_file_of_an_output(model: Path, capsys: Capture, name: str, put: Put) -> None:
-    written(capsys, "--tp", "2")
+def test_in_place_of_a_file_of_an_output(model: Path, made: Path, capsys: Capture, name: str, put: Put) -> None:
+    shutil.copytree(made, "out")
     (Path("out") / name).unlink()
     put(Path("out") / name)
     message = refused(capsys, "verify", "out", code=2 if name == "rewrite.json" else 3)
@@ -69,9 +82,8 @@ def test_in_place_of_a_file_of_an_output(model: Path, capsys: Capture, name: str
 
 @pytest.mark.parametrize("put", [folder, loop, device])
 @pytest.mark.parametrize("name", GIVEN)
-def test_in_place_of_a_file_that_is_given(model: Path, capsys: Capture, name: str, put: Put) -> None:
+def test_in_place_of_a_file_that_is_given(model: Path, made: Path, capsys: Capture, name: str, put: Put) -> None:
     if "out" in GIVEN[name]:
-        add_tokenizer(model)
-        written(capsys, "--tp", "2")
+        shutil.copytree(made, "out")
     put(Path(name))
     assert name in refused(capsys, *GIVEN[name])

@@ -15,10 +15,10 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Tensor
 from rewriter.tracing import conversions
 from rewriter.tracing.conversions import converted
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Tensor
 
 OPERATIONS = {"MergeModulelist", "Concatenate", "Transpose", *conversions._MOVING}
 EXPERTS = 3

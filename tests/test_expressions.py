@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
+from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
 
 SHAPES = {"q": (8, 4), "k": (2, 4), "v": (2, 4), "bias": (8,), "scalar": ()}
 
@@ -73,5 +73,5 @@ def test_reads_as_text() -> None:
 
 
 def test_needs_neither_torch_nor_numpy() -> None:
-    code = "import rewriter.common.expressions, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import rewriter.weights.expressions, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

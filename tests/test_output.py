@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.common.expressions import Slice, Tensor
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
+from rewriter.weights.expressions import Slice, Tensor
 from rewriter.weights.header import encode_header
 
 JOB = {"source": "abc", "tp": 2}
@@ -224,9 +224,9 @@ def test_resume_of_another_job_is_refused_by_name_and_without_resume_it_starts_o
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from rewriter.common.expressions import Slice, Tensor
+from rewriter.weights.expressions import Slice, Tensor
 from rewriter.emit.output_directory import OutputDirectory
-from rewriter.weights import Checkpoint, ShardPlan, convert_files
+from rewriter.weights import Checkpoint, ShardPlan, convert_files, finite, shards
 
 root, deadline, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"
 calls = 0
@@ -240,20 +240,21 @@ def dying(real):
         return real(*args, **kwargs)
     return call
 
-for name in ("open", "pwrite", "write", "fsync", "rename", "mkdir", "unlink", "ftruncate"):
+finite.PIECE = shards.MADE = 1 << 20
+for name in ("open", "write", "posix_fadvise", "fsync", "rename", "mkdir", "unlink", "ftruncate"):
     setattr(os, name, dying(getattr(os, name)))
 
 checkpoint = Checkpoint.open(root / "model")
 with OutputDirectory(root / "out", resume, {"source": checkpoint.fingerprint(), "tp": 4}) as output:
     if not output.complete:
-        shards = [Slice(Tensor("w"), 1, ((rank * 256, rank * 256 + 256),)) for rank in range(4)]
+        parts = [Slice(Tensor("w"), 1, ((rank * 256, rank * 256 + 256),)) for rank in range(4)]
         names = [f"runtime/rank-{rank}.safetensors" for rank in range(4)]
-        plans = [ShardPlan(output.path(name), {"w": (shard, None)})
-                 for name, shard in zip(names, shards) if not output.finished(name)]
+        plans = [ShardPlan(output.path(name), {"w": (part, None)})
+                 for name, part in zip(names, parts) if not output.finished(name)]
         name = "model.safetensors"
         copies = [] if output.finished(name) else [(checkpoint.files[0], output.path(name))]
         print("skipped", 5 - len(plans) - len(copies), file=sys.stderr)
-        convert_files(checkpoint, copies, plans, finished=output.record, workers=2)
+        convert_files(checkpoint, copies, plans, finished=output.record)
         output.write("config.json", "{}")
         output.manifest({"files": {name: digest for name, (_, digest) in sorted(output.files.items())}})
 print(calls)
@@ -317,16 +318,13 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def fill_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on 2 MiB can be written with pwrite; then the disk is full."""
-    real, left = os.pwrite, [2 << 20]
+    """From now on no file may become larger than 2 MiB; then the disk is full."""
 
-    def limited(fd: int, data: memoryview, offset: int) -> int:
-        if left[0] < len(data):
+    def limited(fd: int, *_: int) -> None:
+        if os.fstat(fd).st_size > 2 << 20:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left[0] -= len(data)
-        return real(fd, data, offset)
 
-    monkeypatch.setattr(os, "pwrite", limited)
+    monkeypatch.setattr(os, "posix_fadvise", limited)
 
 
 def attempt(model: Path, final: Path) -> str:

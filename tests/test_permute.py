@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import zoo
@@ -22,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rewriter as rw
 from rewriter.analysis.permutable_units import PermutableUnits, permutable_units
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.common.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.convert.conversion import save
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.ir import Program
@@ -36,9 +34,10 @@ from rewriter.verify.affinity import affinity, measurable, reordered
 from rewriter.verify.shrunken_check import check_shrunken
 from rewriter.verify.simulate import load_weights, simulate
 from rewriter.verify.unit_assignment import assign_units
-from rewriter.weights import Checkpoint
+from rewriter.weights import Checkpoint, ShardPlan, shards
+from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose, evaluate
 from rewriter.weights.references import RankWeights
-from rewriter.weights.regions import fill, regions, tiles
+from rewriter.weights.shards import planned_tensors, shard_pieces
 
 FAST = ["llama", "gpt2", "mixtral"]
 SLOW = ["llama_mha_bias", "gpt_neox", "qwen2", "gemma3_text", "olmo2", "qwen3_moe", "gpt_oss", "deepseek_v3"]
@@ -277,17 +276,16 @@ def test_orders() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("limit", [8, 60, 1 << 20])
-def test_places_are_streamed_in_tiles(expression: Expression, limit: int, tmp_path: Path) -> None:
+def test_places_are_streamed_in_pieces(
+    expression: Expression, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_file({"a": torch.randn(6, 7), "b": torch.randn(4, 7)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path)
-    wanted = checkpoint.evaluate(expression).contiguous()
-    data = b""
-    for parts, shape in tiles(regions(checkpoint, expression), expression.shape(checkpoint.shapes), 4, limit):
-        piece = bytearray(4 * int(np.prod(shape)))
-        fill(parts, shape, "F32", memoryview(piece))
-        assert all(0 < part.span <= 6 * 7 * 4 for part in parts)
-        data += piece
-    assert data == wanted.numpy().tobytes()
+    monkeypatch.setattr(shards, "MADE", limit)
+    items = planned_tensors(checkpoint, ShardPlan(tmp_path / "x", {"x": (expression, None)}))
+    _, *pieces = map(bytes, shard_pieces(checkpoint, items, {}, {}))
+    assert max(map(len, pieces)) <= limit
+    assert b"".join(pieces) == evaluate(expression, checkpoint.read).contiguous().numpy().tobytes()
 
 
 @pytest.mark.parametrize("index", [(), (6,), (-1,)])

@@ -20,7 +20,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers import AutoQuantizationConfig
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Transpose
 from rewriter.convert.conversion import convert
 from rewriter.emit import output_files
 from rewriter.emit.output_directory import OutputDirectory
@@ -32,7 +31,16 @@ from rewriter.tracing import trace
 from rewriter.verify.plain_model import PlainTensors, plain_model
 from rewriter.verify.simulate import load_weights, simulate
 from rewriter.weights import Checkpoint
-from rewriter.weights.narrowing import is_dequantized, narrowed
+from rewriter.weights.expressions import (
+    Concat,
+    Dequantized,
+    Expression,
+    Slice,
+    Stack,
+    Take,
+    Transpose,
+    is_dequantized,
+)
 from rewriter.weights.references import RankWeights
 
 FAST = ("fp8-blocks", "mxfp4", "awq", "gptq-act-order")
@@ -214,7 +222,7 @@ def test_a_rank_reads_only_the_codes_of_its_range(made: Made, kind: str) -> None
     expression = program.parameters[name].expression
     assert expression is not None
     shape = expression.shape(checkpoint.shapes)
-    half = narrowed(Slice(expression, len(shape) - 1, ((0, 32),)), checkpoint.shapes)
+    half = Slice(expression, len(shape) - 1, ((0, 32),)).narrowed(checkpoint.shapes)
     sizes = [torch.Size(leaf.shape(checkpoint.shapes)).numel() for leaf in leaves(half)]
     whole = [torch.Size(checkpoint.info(n).shape).numel() for n in expression.tensors()]
     assert sizes[0] * shape[-1] == whole[0] * 32
@@ -264,7 +272,7 @@ def test_dequantize_writes_what_they_stand_for(tmp_path: Path, kind: str) -> Non
 
 def test_dequantized_weights_in_pieces_of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales in another file than their codes, and tensors of many pieces."""
-    from rewriter.weights import copy_files
+    from rewriter.weights import shards
 
     source = tmp_path / "source"
     meant = quantized_checkpoints.make("fp8-blocks", source)
@@ -276,8 +284,7 @@ def test_dequantized_weights_in_pieces_of_many_files(tmp_path: Path, monkeypatch
     save_file(rest, source / "a.safetensors")
     places = dict.fromkeys(rest, "a.safetensors") | dict.fromkeys(scales, "b.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    monkeypatch.setattr(copy_files, "COMPUTED", 3000)
-    monkeypatch.setattr(copy_files, "PIECE", 1000)
+    monkeypatch.setattr(shards, "MADE", 1000)
     out = write(source, tmp_path / "out", dequantize=True)
     assert not (out / "b.safetensors").exists()
     written = load_file(out / "a.safetensors")

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 import rewriter as rw
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Reference, Slice, Stack, Take, Tensor, Transpose
 from rewriter.ir import Program
 from rewriter.passes.permute import Permute
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Concat, Expression, Reference, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.references import RankWeights, decoded, encoded, references_text
 
 RECIPES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
@@ -18,6 +19,7 @@ from rewriter import api
 from rewriter.cli import main
 from rewriter.cli.convert import parse_degrees
 from rewriter.common.errors import RewriterError
+from rewriter.convert import replaced_files
 from rewriter.convert import reshard as module
 from rewriter.runtime import Context, load
 
@@ -39,24 +41,35 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def made(source: Path) -> dict[str, Path]:
+    """Outputs for two ranks, and for two and four."""
+    for name, tp in (("one", 2), ("both", [2, 4])):
+        report = api.convert(source, "ladder", out=source.parent / name, tp=tp, verify="none")
+    assert {"runtime/tp2/module.py", "runtime/tp4/weights.json"} <= {*report.files}
+    return {name: source.parent / name for name in ("one", "both")}
+
+
 @pytest.fixture
-def out(source: Path, tmp_path: Path) -> Path:
-    api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none")
-    return tmp_path / "out"
+def out(made: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made["one"], tmp_path / "out"))
+
+
+@pytest.fixture
+def both(made: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made["both"], tmp_path / "out"))
 
 
 def files(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-def test_ranks_take_the_module_that_fits_them(source: Path, tmp_path: Path) -> None:
-    report = api.convert(source, "ladder", out=tmp_path / "out", tp=[2, 4], verify="none")
-    assert {"runtime/tp2/module.py", "runtime/tp4/weights.json"} <= {*report.files}
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
-    expected = run_ranks(rank_logits, 2, str(tmp_path / "out"))[0]
-    for found in run_ranks(rank_logits, 4, str(tmp_path / "out")):
+def test_ranks_take_the_module_that_fits_them(made: dict[str, Path]) -> None:
+    assert len(list(made["both"].glob("*.safetensors"))) == 1
+    expected = run_ranks(rank_logits, 2, str(made["both"]))[0]
+    for found in run_ranks(rank_logits, 4, str(made["both"])):
         assert relative_error(found, expected) <= 1e-5
-    api.verify(tmp_path / "out")
+    api.verify(made["both"])
 
 
 def test_a_module_is_added_and_nothing_else_changes(out: Path) -> None:
@@ -114,13 +127,12 @@ def test_an_impossible_degree_is_refused_before_anything_is_written(source: Path
 
 
 def test_a_resumed_run_adds_what_is_missing_and_deletes_nothing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"out": tmp_path / "out", "tp": [2, 4], "verify": "none"}
-    api.convert(source, "ladder", **options)
-    before = files(tmp_path / "out")
+    options = {"out": both, "tp": [2, 4], "verify": "none"}
+    before = files(both)
     api.convert(source, "ladder", **options, resume=True)
-    assert files(tmp_path / "out") == before
+    assert files(both) == before
 
     def fail(*_: Any, **__: Any) -> None:
         raise RewriterError("no room")
@@ -128,32 +140,30 @@ def test_a_resumed_run_adds_what_is_missing_and_deletes_nothing(
     monkeypatch.setattr("rewriter.convert.conversion.reshard", fail)
     with pytest.raises(RewriterError, match="no room"):
         api.convert(source, "ladder", **{**options, "tp": [2, 1]}, resume=True)
-    assert files(tmp_path / "out") == before
+    assert files(both) == before
     with pytest.raises(RewriterError, match="no room"):
         api.convert(source, "ladder", **{**options, "out": tmp_path / "new"})
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_what_a_killed_run_left_is_replaced(source: Path, tmp_path: Path, kept: int) -> None:
+def test_what_a_killed_run_left_is_replaced(source: Path, both: Path, kept: int) -> None:
     """Killed before the manifest names the second module, and after it, with its scratch directory still there."""
-    options = {"out": tmp_path / "out", "tp": [2, 4], "verify": "none"}
-    api.convert(source, "ladder", **options)
-    complete, path = files(tmp_path / "out"), tmp_path / "out" / "rewrite.json"
+    complete, path = files(both), both / "rewrite.json"
     if not kept:
         manifest = json.loads(path.read_text())
         del manifest["runtime"]["tp4"]
         manifest["files"] = {name: digest for name, digest in manifest["files"].items() if "tp4" not in name}
         path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-        (tmp_path / "out" / "runtime" / "tp4" / "module.py").write_text("half")
-    (tmp_path / "out" / module.SCRATCH / "view").mkdir(parents=True)
-    api.convert(source, "ladder", **options, resume=True)
-    assert files(tmp_path / "out") == complete
-    assert not (tmp_path / "out" / module.SCRATCH).exists()
+        (both / "runtime" / "tp4" / "module.py").write_text("half")
+    (both / replaced_files.SCRATCH / "view").mkdir(parents=True)
+    api.convert(source, "ladder", out=both, tp=[2, 4], verify="none", resume=True)
+    assert files(both) == complete
+    assert not (both / replaced_files.SCRATCH).exists()
 
 
 def test_two_runs_do_not_add_modules_at_once(out: Path) -> None:
-    with module._scratch(out), pytest.raises(RewriterError, match="another run is adding a module there"):
+    with replaced_files.scratch_in(out), pytest.raises(RewriterError, match="another run is adding a module there"):
         api.reshard(out, 4, verify="none")
 
 

@@ -12,10 +12,18 @@ import zoo
 from quantized_checkpoints import fp8_blocks
 from test_quantized_sources import sharded, write
 
-from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Tensor, Transpose
 from rewriter.kernels import stored_weights
 from rewriter.runtime import load
-from rewriter.weights.narrowing import is_dequantized
+from rewriter.weights.expressions import (
+    Concat,
+    Dequantized,
+    Expression,
+    Slice,
+    Stack,
+    Tensor,
+    Transpose,
+    is_dequantized,
+)
 from rewriter.weights.references import RankWeights
 from rewriter.weights.stored_weight import Stored, StoredWeight, stored
 
@@ -118,7 +126,7 @@ WHOLE = Dequantized("fp8", (Tensor("a"), Tensor("one")), (48,), "BF16")
 )
 def test_rearrangements_of_blocks(expression: Expression) -> None:
     """Against the same rearrangement of what each block stands for."""
-    from rewriter.weights.checkpoint import evaluate
+    from rewriter.weights.expressions import evaluate
 
     draw = torch.Generator().manual_seed(0)
     tensors = {n: torch.rand(shape, generator=draw) + 0.5 for n, shape in SHAPES.items()}

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
 from rewriter.weights.header import read_header
 
 DTYPES = [

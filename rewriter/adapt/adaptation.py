@@ -28,7 +28,7 @@ from rewriter.common.packages import require
 from rewriter.common.text_settings import stream_width
 from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.conversion import ProgressCall, silent
-from rewriter.convert.destination import check_free
+from rewriter.convert.preflight import check_free
 from rewriter.convert.rewritten_source import Opened, open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry

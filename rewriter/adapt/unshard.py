@@ -1,7 +1,8 @@
 """Trained shards put back into the tensors of a checkpoint.
 
-Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.common.expressions`). The expression
-of a parameter, evaluated over the elements' places in place of the elements, says where each trained one belongs.
+Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.weights.expressions`). The
+expression of a parameter, evaluated over the elements' places in place of the elements, says where each trained one
+belongs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Parameter, Program
 from rewriter.weights import Checkpoint
-from rewriter.weights.checkpoint import evaluate, torch_dtype
+from rewriter.weights.checkpoint import torch_dtype
+from rewriter.weights.expressions import evaluate
 
 
 def write_trained(like: Checkpoint, read: Callable[[str], Tensor], out: Path) -> None:

@@ -15,7 +15,6 @@ from rewriter.bisect.finding import Fault
 from rewriter.bisect.statements import layer_of_path
 from rewriter.bisect.values import relation
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Tensor
 from rewriter.common.files import read_json
 from rewriter.convert.reopened import Reopened
 from rewriter.emit.manifest import Manifest
@@ -23,6 +22,7 @@ from rewriter.emit.output_directory import sha256_of
 from rewriter.ir import Leaf, Program, walk_modules
 from rewriter.verify.comparison import relative_error
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Expression, Tensor
 from rewriter.weights.references import references_text
 
 WEIGHTS = "weights"

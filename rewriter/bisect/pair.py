@@ -23,7 +23,6 @@ from rewriter.bisect.statements import layer_of_path
 from rewriter.bisect.values import Ranks, difference, relation
 from rewriter.bisect.written import UNSEEN, Seen, run_checkpoint, run_ranks
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Tensor
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import reopen
@@ -36,6 +35,7 @@ from rewriter.verify.drift import golden_tokens, too_large
 from rewriter.verify.shrunken_check import MOST_RANKS
 from rewriter.verify.simulate import load_weights
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Tensor
 
 ProgressCall = Callable[..., None]
 

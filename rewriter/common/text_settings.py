@@ -12,6 +12,7 @@ from typing import Any
 from rewriter.common.errors import RewriterError
 
 _NESTED = ("decoder", "generator", "text_config")
+_QUANTIZATION = ("quantization_config", "compression_config")
 
 
 def nested_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -34,9 +35,14 @@ def top_setting(config: Mapping[str, Any], *names: str) -> Any:
     return None
 
 
+def quantization_settings(config: Mapping[str, Any]) -> Any:
+    """What a config says of how weights are quantized, by either name that tools use; None where it says nothing."""
+    return top_setting(config, *_QUANTIZATION)
+
+
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config that does not say that weights are quantized, neither at the top nor for the text model."""
-    kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    kept = {key: value for key, value in config.items() if key not in _QUANTIZATION}
     inside = {key: without_quantization(kept[key]) for key in _NESTED if isinstance(kept.get(key), Mapping)}
     return kept | inside
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.common.tokenizer_code import own_code
-from rewriter.convert.destination import check_free, check_place
-from rewriter.convert.early import kept_copies
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
-from rewriter.convert.preflight import require_room
+from rewriter.convert.preflight import check_free, check_place, require_room
 from rewriter.convert.reopened import recorded_path
+from rewriter.convert.replaced_files import remove_interrupted
 from rewriter.convert.report import ConversionReport, communication, unused_note, verification_table
-from rewriter.convert.reshard import remove_interrupted, reshard
+from rewriter.convert.reshard import reshard
 from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
@@ -45,17 +44,17 @@ from rewriter.verify.comparison import Verification
 from rewriter.verify.drift import golden_tokens, load_tokenizer, too_large
 from rewriter.verify.real_ranks import compare_ranks
 from rewriter.verify.real_weights import RealWeights
+from rewriter.weights.early_copies import EarlyCopies, kept_copies
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
-    from rewriter.weights.early_copies import EarlyCopies
 
 ProgressCall = Callable[..., None]
 CARD = "README.md"
 
 
 def silent(*_: Any, **__: Any) -> None:
-    """What follows a job that nobody watches."""
+    """Progress of a job that nobody watches."""
 
 
 def convert(
@@ -183,7 +182,7 @@ def save(
             report.notes.append("it was complete already; nothing was written")
             report.verification = verification_table(read_manifest(output.final).verification)
             return report
-        early = kept_copies(early, layout)
+        early = kept_copies(early, layout.copies)
         require_room(program, layout, output, chosen, early)
         found = Verification() if chosen.verify == "none" else check_shrunken_copy(program, progress)
         hashes = output_files.write(layout, output, chosen.link, progress, early)

@@ -67,13 +67,13 @@ def manifest_of(
 
 
 def verified(found: Verification, level: str, drift: Drift | None = None) -> Verified:
-    """What was checked, as the manifest keeps it."""
+    """The checks that were made, as the manifest keeps them."""
     checks = [CheckEntry(name=c.name, error=c.error, limit=c.limit) for c in found.checks]
     return Verified(level=level, checks=checks, drift=drift, notes=list(found.notes))
 
 
 def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOptions) -> dict[str, Any]:
-    """What must be equal for an interrupted run to be continued. No paths: it is kept in the manifest."""
+    """Values that must be equal for an interrupted run to be continued. No paths: it is kept in the manifest."""
     return {
         "checkpoint": layout.checkpoint.fingerprint(),
         "passes": [[e.name, plain(e.options)] for e in program.history],

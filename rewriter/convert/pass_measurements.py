@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _TooLarge(Exception):
-    """Why the weights cannot be run here."""
+    """The weights cannot be run here; it says why."""
 
 
 def calibrate(
@@ -52,7 +52,7 @@ def calibrate(
 def _sensitivity(
     program: Program, recipe: Recipe, ranks: int, text: str | None, progress: Callable[..., None]
 ) -> tuple[Any, str]:
-    """What dropping each layer's attention reduction costs, alone."""
+    """Cost of dropping each layer's attention reduction, alone."""
     from rewriter.verify.drift import calibration_tokens, too_large
     from rewriter.verify.sensitivity import sensitivity
 

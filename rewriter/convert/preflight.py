@@ -1,12 +1,13 @@
-"""What a conversion needs of the machine, asked for before its first byte is written."""
+"""Refusals before the first byte is written: of the place, and for lack of room on the disk or in memory."""
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+import os
+from pathlib import Path, PurePosixPath
 
 from rewriter.common.errors import RewriterError
 from rewriter.convert.save_options import SaveOptions
-from rewriter.emit.manifest import mesh_of, ranks_of
+from rewriter.emit.manifest import MANIFEST, mesh_of, ranks_of
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.emit.output_files import PlannedFiles
 from rewriter.ir import Program
@@ -14,7 +15,7 @@ from rewriter.passes.base import single_device
 from rewriter.verify import drift
 from rewriter.verify.shrunken_check import MOST_RANKS
 from rewriter.weights.early_copies import EarlyCopies
-from rewriter.weights.sink import reflinks
+from rewriter.weights.hashed_files import reflinks
 from rewriter.weights.streaming import KEPT
 
 BESIDE = 1 << 23  # bytes of what is made last: card, manifest, golden logits, what ranks hold as ranges
@@ -56,3 +57,34 @@ def memory_to_verify(program: Program) -> int:
     if drift.too_large(single) is None:
         return started * RANK_BYTES + 4 * drift.parameter_count(single)
     return started * (RANK_BYTES + KEPT) + 12 * drift.largest_parameter(single)
+
+
+def check_place(out: Path, source: str | os.PathLike[str] | None) -> None:
+    """Raise RewriterError for a place that cannot be made, and for one within the model's directory `source`."""
+    above = out.absolute().parent
+    while not os.path.lexists(above):
+        above = above.parent
+    if not above.is_dir():
+        raise RewriterError(f"{out}: {above} is not a directory. Choose another --out.")
+    if source is not None and Path(source).is_dir() and above.resolve().is_relative_to(Path(source).resolve()):
+        raise RewriterError(
+            f"{out}: it lies within the model that is read, {source}, which stays as it is. Choose another --out."
+        )
+
+
+def check_free(out: Path, source: str | os.PathLike[str] | None = None) -> None:
+    """Raise RewriterError as `check_place` does, and for a place that is taken.
+
+    `OutputDirectory` decides; this only asks early.
+    """
+    check_place(out, source)
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if os.path.lexists(out) and not (out.is_symlink() and not out.exists()):
+        ours = (out / MANIFEST).is_file()
+        what = (
+            "already holds an output of rewriter"
+            if ours
+            else "exists, and is not an output of rewriter: it is not touched"
+        )
+        raise RewriterError(f"{out}: {what}. Choose another --out, or delete it yourself.")

@@ -14,13 +14,13 @@ from rewriter.common.files import read_json
 from rewriter.common.garbage import collector_paused
 from rewriter.convert.conversion import CARD
 from rewriter.convert.output_manifest import verified
-from rewriter.convert.reshard import _scratch, manifest_file, to_disk
+from rewriter.convert.replaced_files import add_files, linked_view, put_in_place, scratch_in
 from rewriter.convert.rewritten_source import Opened, rewritten, write_source
 from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
-from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, read_manifest, versions
-from rewriter.emit.output_directory import sha256_of, sync_directory
+from rewriter.emit.manifest import Manifest, mesh_name, read_manifest, versions
+from rewriter.emit.output_directory import sha256_of
 from rewriter.ir import Program
 from rewriter.verify.comparison import Verification
 from rewriter.verify.real_ranks import compare_ranks
@@ -29,7 +29,7 @@ from rewriter.weights import Checkpoint
 from rewriter.weights.header import encode_header, read_header
 from rewriter.weights.references import references_text
 
-# Of config.json: names of kinds and modes may be others, but not where they are alike.
+# Of config.json: names of kinds and modes may be others, but not which of them are equal.
 _NAMED = ("rewriter_layers", "rewriter_pattern")
 _EXACT = ("rewriter_delays", "rewriter_norms", "rewriter_ranks")
 
@@ -54,17 +54,16 @@ def refresh(
     root = Path(os.path.realpath(directory))
     manifest = read_manifest(root)
     opened, before = Opened(root, manifest, config_of(root)), dict(manifest.versions)
-    with _scratch(root) as scratch:
+    with scratch_in(root) as scratch:
         progress("tracing")
         with collector_paused():
             layouts = _layouts(opened, scratch / "source")
         program = layouts[mesh_name(manifest.mesh)][0]
         texts = _texts(opened, layouts)
-        for name, text in texts.items():
-            to_disk(scratch / "view" / name, text)
         found = Verification() if verify == "none" else check_shrunken_copy(program, progress)
         stale = _renew(manifest, {name: layout for name, (_, layout) in layouts.items()}, texts)
-        view = _view(root, scratch / "view", manifest)
+        code = [path.name for path in root.glob("*.py")]
+        view = linked_view(root, scratch / "view", texts, manifest, without=[CARD, *code])
         figures: dict[str, Any] = {}
         if verify != "none":
             figures = _compare(root, view, program, manifest, before, found, progress)
@@ -74,9 +73,12 @@ def refresh(
             figures["not as rewrite.json had them"] = ", ".join(edited)
         if manifest.adaptation is not None:
             figures["note"] = "it was fine-tuned: its weights are kept, its code is new"
-        replaced = _replace(root, view, texts, manifest, stale)
+        if not (root / CARD).is_file() or manifest.files.get(CARD) == sha256_of(root / CARD):
+            texts[CARD] = model_card(manifest, root)
+            add_files(view, {CARD: texts[CARD]}, manifest)
+        put_in_place(root, view, texts, manifest, stale)
     made = ", ".join(f"{name} {version}" for name, version in before.items())
-    return {"written": len(replaced), "code before was of": made, **found.figures(), **figures}
+    return {"written": len(texts) + 1, "code before was of": made, **found.figures(), **figures}
 
 
 def _layouts(opened: Opened, place: Path) -> dict[str, tuple[Program, output_files.PlannedFiles]]:
@@ -135,7 +137,7 @@ _ADVICE = "Convert the model again, or use the version that wrote it"
 
 
 def _require_same_wiring(opened: Opened, config: Mapping[str, Any]) -> None:
-    """Raise RewriterError unless every layer is of the kind that it was of, under whatever name."""
+    """Raise RewriterError unless every layer is of the kind that it was of, under any name."""
     for name in (*_NAMED, *_EXACT):
         old, new = opened.config.get(name), config.get(name)
         if name in _NAMED and isinstance(old, list) and isinstance(new, list):
@@ -181,22 +183,6 @@ def _renew(
     return stale
 
 
-def _view(root: Path, view: Path, manifest: Manifest) -> Path:
-    """`root` by links, with the new files of `view` in place of its own, and the manifest of both."""
-    for path in root.rglob("*"):
-        name = path.relative_to(root)
-        old_code = path.suffix == ".py" and path.parent == root
-        if name.parts[0] in (MANIFEST, CARD) or name.parts[0].startswith(".") or old_code or not path.is_file():
-            continue
-        if not (view / name).exists():
-            (view / name).parent.mkdir(parents=True, exist_ok=True)
-            (view / name).symlink_to(path)
-    written = [path for path in view.rglob("*") if path.is_file() and not path.is_symlink()]
-    manifest.files |= {path.relative_to(view).as_posix(): sha256_of(path) for path in written}
-    manifest_file(view, manifest)
-    return view
-
-
 def _compare(
     root: Path,
     view: Path,
@@ -232,7 +218,7 @@ def _is_as_written(root: Path, manifest: Manifest, name: str) -> bool:
 
 
 def _edited(root: Path, was: Manifest, texts: Mapping[str, str], stale: str | None) -> list[str]:
-    """Files that somebody changed of those that are replaced. Code is kept beside the new one; what was changed in
+    """Files that somebody changed of those that are replaced. Code is kept next to the new one; what was changed in
     config.json stands in the new one, too."""
     found = []
     for name in filter(None, (*texts, stale)):
@@ -247,20 +233,3 @@ def _edited(root: Path, was: Manifest, texts: Mapping[str, str], stale: str | No
             shutil.copyfile(path, root / f"{name}.edited")
             found[-1] += f" (kept as {name}.edited)"
     return found
-
-
-def _replace(root: Path, view: Path, texts: Mapping[str, str], manifest: Manifest, stale: str | None) -> list[str]:
-    """Put the new files in the place of the old ones, each at once, and the manifest last; returns their names."""
-    if not (root / CARD).is_file() or manifest.files.get(CARD) == sha256_of(root / CARD):
-        to_disk(view / CARD, model_card(manifest, root))
-        manifest.files[CARD] = sha256_of(view / CARD)
-    names = [*texts, *[CARD] * (view / CARD).exists()]
-    manifest_file(view, manifest)
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(view / name, root / name)
-    if stale is not None:
-        (root / stale).unlink(missing_ok=True)
-    os.replace(view / MANIFEST, root / MANIFEST)
-    sync_directory(root)
-    return [*names, MANIFEST]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.convert.rewritten_source import open_output, rewritten, write_source
+from rewriter.convert.rewritten_source import applied_recipe, open_output, rewritten, write_source
 from rewriter.emit import output_files
 from rewriter.emit.manifest import MANIFEST, Manifest, SourceEntry
 from rewriter.emit.output_directory import sha256_of
@@ -119,10 +119,7 @@ def reopen(
     if source is None or manifest.adaptation is not None:
         opened = open_output(root)
         return Reopened(root, manifest, rewritten(opened, write_source(opened, scratch / "source")), source)
-    entry = dict(manifest.recipe)
-    entry.setdefault("summary", "Rewritten by a list of passes.")
-    entry.setdefault("paper", "-")
-    recipe = Recipe.model_validate(entry)
+    recipe = applied_recipe(manifest)
     skipped = {entry.name for entry in manifest.skipped}
     kept = [spec.to_dict() for spec in recipe.passes if spec.pass_name not in skipped]
     recipe = Recipe.model_validate({**recipe.to_dict(), "passes": kept})

@@ -1,4 +1,4 @@
-"""What a conversion reports: on the terminal and as JSON."""
+"""Report of a conversion: on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rewriter.ir import Program
 
 @dataclass
 class ConversionReport:
-    """What a conversion did, or with `dry_run` would do. `to_json()` is what `--json` prints.
+    """Results of a conversion, or with `dry_run` what it would do. `to_json()` is what `--json` prints.
 
     `program` is what was written, for the drawing in notebooks; JSON leaves it out.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
-from rewriter.common.text_settings import declared_dtype, top_setting
+from rewriter.common.text_settings import declared_dtype, quantization_settings
 from rewriter.common.tokenizer_code import code_files
 from rewriter.emit.manifest import FORMER_GOLDEN, MANIFEST, Manifest, read_manifest
 from rewriter.emit.output_files import CHAT_TEMPLATES
@@ -50,7 +50,7 @@ class Opened:
 
     @property
     def bound(self) -> bool:
-        """Whether the function differs with the number of tensor-parallel ranks."""
+        """True where the function differs with the number of tensor-parallel ranks."""
         return self.manifest.per_rank is not None
 
 
@@ -69,7 +69,7 @@ def open_output(directory: str | os.PathLike[str], trained: bool = False) -> Ope
             "trainer of your own: the checkpoint loads in transformers"
         )
     config = read_json(root / "config.json", "Rewrite the model again.")
-    if trained and top_setting(config, "quantization_config", "compression_config"):
+    if trained and quantization_settings(config):
         raise RewriterError(f"{root}: its weights are quantized, and cannot be trained. Rewrite with --dequantize")
     return Opened(root, manifest, config)
 
@@ -117,15 +117,15 @@ def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
     return out
 
 
-def recipe_of(opened: Opened) -> Recipe:
-    """The recipe as it was applied, with every option as it was measured or overridden, for the directory's weights.
+def applied_recipe(manifest: Manifest) -> Recipe:
+    """The recipe as it was applied, with every option as it was measured or overridden."""
+    unnamed = {"summary": "Rewritten by a list of passes.", "paper": "-"}
+    return Recipe.model_validate(unnamed | dict(manifest.recipe))
 
-    Passes that have changed the weights already (`permute`) leave them as they are.
-    """
-    entry = dict(opened.manifest.recipe)
-    entry.setdefault("summary", "Rewritten by a list of passes.")
-    entry.setdefault("paper", "-")
-    recipe = Recipe.model_validate(entry)
+
+def recipe_of(opened: Opened) -> Recipe:
+    """`applied_recipe` for the directory's weights: passes that have changed them already (`permute`) leave them."""
+    recipe = applied_recipe(opened.manifest)
     for index, rewrite in enumerate(recipe.build()):
         if rewrite.again:
             recipe = recipe.with_options(index, rewrite.again)

@@ -1,4 +1,4 @@
-"""How an output is written and checked."""
+"""Options of writing and checking an output."""
 
 from __future__ import annotations
 

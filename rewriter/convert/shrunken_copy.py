@@ -15,7 +15,7 @@ from rewriter.verify.comparison import Verification
 
 
 def check_shrunken_copy(program: Program, progress: Callable[..., None]) -> Verification:
-    """What `program` and its files compute for a small copy of its model. Raises VerificationError where it differs."""
+    """Compare `program` and its files with their reference on a small copy. Raises VerificationError."""
     from rewriter.tracing.meta_model import load_config
     from rewriter.verify.shrunken_check import check_shrunken
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from rewriter.common.expressions import Tensor
 from rewriter.diff.differences import TensorDifference, TensorDifferences
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Tensor
 
 _CHUNK = 1 << 24  # elements
 

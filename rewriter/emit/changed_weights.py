@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Shapes, Stack, Take, Tensor, Transpose
 from rewriter.ir import Program
-from rewriter.weights.narrowing import is_dequantized
+from rewriter.weights.expressions import Concat, Expression, Shapes, Stack, Take, Tensor, Transpose, is_dequantized
 
 
 def changed_tensors(program: Program, shapes: Shapes) -> dict[str, Expression]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Shapes, Tensor, substituted
 from rewriter.common.text_settings import without_quantization
 from rewriter.ir import Program
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Expression, Shapes, Tensor, substituted
 from rewriter.weights.quantized_tensors import QuantizedWeights, quantized_weights
 
 DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

@@ -24,7 +24,7 @@ from torch import nn
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.packages import require
-from rewriter.common.text_settings import top_setting
+from rewriter.common.text_settings import quantization_settings
 from rewriter.emit.manifest import read_manifest
 from rewriter.tracing.length_rotary import rotary_by_length
 
@@ -71,7 +71,7 @@ def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = read_json(directory / "config.json", "It is no Hugging Face model.")
-    if top_setting(config, "quantization_config", "compression_config"):
+    if quantization_settings(config):
         raise RewriterError(
             f"{directory}: its weights are quantized, and the export is of plain ones. Rewrite the model with "
             "--dequantize, and export that."

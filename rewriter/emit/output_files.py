@@ -14,7 +14,6 @@ import torch
 
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Reference, Tensor
 from rewriter.common.tokenizer_code import code_files, vocabulary_files
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
 from rewriter.emit.kept_tensors import KeptTensors, kept_tensors
@@ -25,8 +24,9 @@ from rewriter.emit.weight_references import cast_dtypes, weight_references, writ
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
-from rewriter.weights.checkpoint import INDEX, evaluate, torch_dtype
+from rewriter.weights.checkpoint import INDEX, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
+from rewriter.weights.expressions import Expression, Reference, Tensor, evaluate
 from rewriter.weights.finite import Watched, watched
 from rewriter.weights.header import read_header
 from rewriter.weights.references import references_text

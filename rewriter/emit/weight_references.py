@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import (
+from rewriter.emit.changed_weights import lowered
+from rewriter.emit.kept_tensors import KeptTensors
+from rewriter.ir import Program
+from rewriter.weights import Checkpoint
+from rewriter.weights.checkpoint import FLOATS, TORCH_DTYPES
+from rewriter.weights.expressions import (
     Concat,
     Dequantized,
     Expression,
@@ -23,11 +28,6 @@ from rewriter.common.expressions import (
     Tensor,
     Transpose,
 )
-from rewriter.emit.changed_weights import lowered
-from rewriter.emit.kept_tensors import KeptTensors
-from rewriter.ir import Program
-from rewriter.weights import Checkpoint
-from rewriter.weights.checkpoint import FLOATS, TORCH_DTYPES
 from rewriter.weights.quantized_tensors import OF_TORCH, usual_dtype
 
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Reference
+from rewriter.weights.expressions import Expression, Reference
 
 Shape = tuple[int | str, ...]
 SPLAT = "rewriter_kwargs"  # the name of a layer's `**kwargs` in its wiring

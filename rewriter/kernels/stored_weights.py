@@ -20,7 +20,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 def dequantized(
     scheme: str, parts: Sequence[torch.Tensor], numbers: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The tensor that `parts` stand for, by a scheme of `rewriter.common.expressions.Dequantized`, rounded to `dtype`.
+    """The tensor that `parts` stand for, by a scheme of `rewriter.weights.expressions.Dequantized`, rounded to `dtype`.
 
     On a GPU, FP8 and MXFP4 go through one kernel each, which reads codes and writes `dtype`.
     """

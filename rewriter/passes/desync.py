@@ -16,7 +16,6 @@ from rewriter.analysis.op_semantics import aten
 from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.analysis.units import AXIS, equal_runs
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat
 from rewriter.ir import Module, Parameter, Program
 from rewriter.ir.marks import UNSCHEDULED, Marks, Mode, in_stream, mark, marks, new_call, set_marks
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
@@ -34,6 +33,7 @@ from rewriter.passes.residual_rewrite import (
     travel_of,
 )
 from rewriter.passes.selection import Selection, resolve, runs_of
+from rewriter.weights.expressions import Concat
 
 Choice = Literal["keep", "drop"]
 Resync = Literal["mean", "sum"]

@@ -13,9 +13,9 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.projections import is_entry, outputs_layout, resized
-from rewriter.common.expressions import Concat
 from rewriter.ir import Body, Leaf, Module, Parameter, args_of, bypass, copy_graph, placeholders
 from rewriter.ir.marks import mark
+from rewriter.weights.expressions import Concat
 
 aten = torch.ops.aten
 

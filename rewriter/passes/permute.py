@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from rewriter.analysis.permutable_units import PermutableUnits, permutable_units
 from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Take
 from rewriter.ir import Parameter, Program
 from rewriter.ops import SequencePlan
 from rewriter.passes.base import Effect, Pass, Request, record, with_paths
+from rewriter.weights.expressions import Take
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rewriter.analysis.communication import model_dtype
 from rewriter.common.errors import RewriterError
-from rewriter.common.text_settings import context_length, declared_dtype, top_setting
+from rewriter.common.text_settings import context_length, declared_dtype, quantization_settings
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
 from rewriter.predict import baselines as usual
@@ -73,7 +73,7 @@ def about_model(program: Program, length: int) -> tuple[str, ...]:
     config, said = program.source.config, []
     if declared_dtype(config) is None:
         said.append("The config names no dtype: float32 is assumed for weights, cache and messages.")
-    if top_setting(config, "quantization_config"):
+    if quantization_settings(config):
         dtype = str(model_dtype(program)).removeprefix("torch.")
         said.append(f"The config's quantization of weights is not simulated: they count as {dtype}.")
     if length > (most := context_length(config)):

@@ -27,7 +27,7 @@ from rewriter.ir import Program
 from rewriter.predict.rank_worker import Spec, Variant
 from rewriter.predict.results import Phase, Prediction, RecipeComparison, generation_seconds
 from rewriter.predict.workload import Cluster, Workload
-from rewriter.weights import Checkpoint, ShardPlan, write_shards
+from rewriter.weights import Checkpoint, ShardPlan, convert_files
 
 REPETITIONS = 5
 TIMEOUT = 3600.0  # seconds of one launch: a big shard is read, and a pass may take long on a CPU
@@ -107,7 +107,7 @@ def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]
             )
             for rank in ranks
         ]
-        write_shards(Checkpoint.open(Path(program.source.path)), plans)
+        convert_files(Checkpoint.open(Path(program.source.path)), [], plans)
         weights = {str(rank): str(plan.path) for rank, plan in zip(ranks, plans, strict=True)}
     plan = sequence_plan(program)
     dtype = str(model_dtype(program)).removeprefix("torch.")

@@ -14,9 +14,9 @@ from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.options import Options
 from rewriter.common.errors import RewriterError
 from rewriter.common.scratch import scratch_folder
-from rewriter.common.text_settings import top_setting
+from rewriter.common.text_settings import quantization_settings
 from rewriter.convert.conversion import convert
-from rewriter.convert.destination import check_free
+from rewriter.convert.preflight import check_free
 from rewriter.convert.rewritten_source import open_output, rewritten, write_source
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
@@ -61,7 +61,7 @@ def heal(
         data = place / "own.jsonl"
         recipe = Recipe.parse(found.recipe)
         tp, sp, trust = found.ranks["tp"], found.ranks["sp"], program.source.remote_code
-        stored = bool(top_setting(program.source.config, "quantization_config", "compression_config"))
+        stored = bool(quantization_settings(program.source.config))
         source, out = str(program.source.path), place / "rewritten"
         convert(source, recipe, out=out, tp=tp, sp=sp, verify="none", trust_remote_code=trust, dequantize=stored)
         _write_texts(program, data, rows, length, seed + 1, progress)

@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 
 from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Tensor
 from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of
 from rewriter.ir.printing import draw_with
@@ -31,6 +30,7 @@ from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Expression, Tensor
 from rewriter.weights.quantized_tensors import quantized_weights
 
 # of a hub id; Python files are copied, never run without leave

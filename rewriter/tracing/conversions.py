@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Shapes, Slice, Stack, Take, Transpose
+from rewriter.weights.expressions import Concat, Expression, Shapes, Slice, Stack, Take, Transpose
 
 # Operations that only move elements, along one dimension (`dim`, else the first): run on places, they say where to.
 _MOVING = ("Chunk", "Split", "Interleave", "PermuteForRope", "Inkling2UnpadVocab")

@@ -14,10 +14,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression
 from rewriter.tracing.conversions import converted
 from rewriter.tracing.unused_tensors import other_names, refuse_adapters, refuse_unexplained_scales
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Expression
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 COMPARED = 1 << 24  # elements that are compared at a time

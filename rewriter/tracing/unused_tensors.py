@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Tensor
+from rewriter.weights.expressions import Expression, Tensor
 
 _PEFT = "peft's names of an adapter that is not merged. Merge it first: peft's merge_and_unload(), then save_pretrained"
 # Parts of names that a wrapper around a model or a module of it adds, and who adds them.

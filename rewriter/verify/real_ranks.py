@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from rewriter.common.expressions import Expression, Tensor, substituted
 from rewriter.emit.manifest import ranks_of
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
@@ -24,7 +23,7 @@ from rewriter.verify.plain_model import PlainTensors, loaded_dtypes, plain_model
 from rewriter.verify.reference_modes import reference_of
 from rewriter.verify.shrunken_check import MOST_RANKS, on_ranks
 from rewriter.weights import Checkpoint
-from rewriter.weights.checkpoint import evaluate
+from rewriter.weights.expressions import Expression, Tensor, evaluate, substituted
 from rewriter.weights.quantized_tensors import quantized_weights
 from rewriter.weights.streaming import stream_parameters
 

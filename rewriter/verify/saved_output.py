@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.common.expressions import Expression, Tensor
 from rewriter.common.files import check_sha256, read_json
 from rewriter.emit.manifest import Manifest, ranks_of, read_manifest
 from rewriter.weights import references
+from rewriter.weights.expressions import Expression, Tensor
 
 
 def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Tensor, Transpose
+from rewriter.weights.expressions import Expression, evaluate
 from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
-from rewriter.weights.narrowing import narrowed
 
 if TYPE_CHECKING:
     import torch
@@ -176,39 +175,7 @@ class Checkpoint:
         dtypes = expression.dtypes(self.dtypes)
         if len(dtypes) > 1 and not dtypes <= FLOATS:
             raise mixed_dtypes(self, expression)
-        return evaluate(narrowed(expression, self.shapes), self.read)
-
-
-def evaluate(expression: Expression, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The tensor that an expression describes over the tensors that `read` gives by name; a view where possible."""
-    import torch
-
-    match expression:
-        case Tensor(name):
-            return read(name)
-        case Slice(source, dim, ranges):
-            whole = evaluate(source, read)
-            parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        case Concat(parts_, dim):
-            return torch.cat(_alike([evaluate(part, read) for part in parts_]), dim)
-        case Stack(parts_, dim):
-            return torch.stack(_alike([evaluate(part, read) for part in parts_]), dim)
-        case Transpose(source, dim0, dim1):
-            return evaluate(source, read).transpose(dim0, dim1)
-        case Take(source, dim, index):
-            return evaluate(source, read)[(slice(None),) * dim + (torch.tensor(index),)]
-        case Dequantized(scheme, parts_, numbers):
-            from rewriter.kernels.stored_weights import dequantized
-
-            return dequantized(scheme, [evaluate(part, read) for part in parts_], numbers)
-
-
-def _alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """In fp32, where their dtypes differ."""
-    import torch
-
-    return tensors if len({t.dtype for t in tensors}) == 1 else [t.to(torch.float32) for t in tensors]
+        return evaluate(expression.narrowed(self.shapes), self.read)
 
 
 def torch_dtype(dtype: str, name: str) -> torch.dtype:

@@ -1,29 +1,30 @@
 """Copies that begin before it is known whether they are wanted: in files without a name, of which nothing can stay.
 
 What a conversion copies is nearly always the checkpoint's files as they are. Whether that is so is known when the model
-is traced, and whether it is kept when it is verified: the disk would stand idle until then.
+is traced, and whether it is kept when it is verified: the disk would stand idle until then. Nothing here imports torch:
+in a program copying begins before that is there; the command imports torch first, to fork its server before there are
+threads.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
-from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from threading import Event
 from types import TracebackType
-from typing import Self
+from typing import Any, BinaryIO, Self
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
-from rewriter.weights.finite import NotFinite, Watched, looked_at
-from rewriter.weights.sink import BUFFER, Sink, reflink_into, unnamed
+from rewriter.weights.finite import Watched, watched_pieces
+from rewriter.weights.hashed_files import processors, reflink, unnamed, write
 from rewriter.weights.space import available, existing
-from rewriter.weights.streams import Stream, StreamRun, file_pieces, processors
 
-SWITCH_SECONDS = 5e-4  # a thread that copies waits so long for the one that imports or traces, several times a buffer
+# With these the output holds other weights than the source's, some are there already, or more room is needed.
+_OTHERS = ("dtype", "dequantize", "drop_unused", "dry_run", "resume", "materialize")
 
 
 class EarlyCopies:
@@ -36,27 +37,25 @@ class EarlyCopies:
 
     def __init__(self, checkpoint: Checkpoint, directory: Path | None) -> None:
         self.sources = checkpoint.files
-        self._files: dict[Path, int] = {}
-        self._sha256: dict[Path, Future[str]] = {source: Future() for source in self.sources}
-        self._broken: dict[Path, list[NotFinite]] = {source: [] for source in self.sources}
-        streams = []
+        self._stop = Event()
+        self._pool = ThreadPoolExecutor(processors(), "early copies")
+        self._files: dict[Path, BinaryIO] = {}
+        self._broken: dict[Path, list[tuple[RewriterError, str, str]]] = {source: [] for source in self.sources}
+        self._sha256: dict[Path, Future[str]] = {}
         try:
             for source in self.sources:
-                sink = None
+                file = None
                 if directory is not None:
-                    fd = self._files[source] = unnamed(directory)
-                    if not reflink_into(fd, source):
-                        sink = partial(_duplicate, source, fd)
-                tensors = checkpoint.headers[source].tensors
-                as_scales = {n: replace(i, dtype="F8_E8M0") for n, i in tensors.items() if i.dtype == "U8"}
-                pieces = file_pieces(source, size=BUFFER)
-                pieces = looked_at(pieces, source, {**tensors, **as_scales}, self._broken[source].append)
-                streams.append(Stream(source, 0, pieces, sink))
+                    file = self._files[source] = unnamed(directory)
+                    if reflink(source, file):
+                        file = None
+                header, broken = checkpoint.headers[source], self._broken[source]
+                looked = {n: "F8_E8M0" if info.dtype == "U8" else info.dtype for n, info in header.tensors.items()}
+                pieces = watched_pieces(source, header, looked, lambda *what, broken=broken: broken.append(what))
+                self._sha256[source] = self._pool.submit(write, pieces, file, self._stop)
         except BaseException:
-            self._close()
+            self.stop()
             raise
-        self._run = StreamRun(checkpoint, streams, lambda source, digest: self._sha256[source].set_result(digest))
-        self._thread = threading.Thread(target=self._copy, name="early copies", daemon=True)
 
     @classmethod
     def begin(cls, model: str | os.PathLike[str], out: str | os.PathLike[str], link: bool) -> EarlyCopies | None:
@@ -71,9 +70,6 @@ class EarlyCopies:
             return None
 
     def __enter__(self) -> Self:
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_SECONDS)
-        self._thread.start()
         return self
 
     def __exit__(
@@ -83,9 +79,10 @@ class EarlyCopies:
 
     def stop(self) -> None:
         """End all copying and free what was not taken."""
-        self._run.stop()
-        self._thread.join()
-        self._close()
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+        while self._files:
+            self._files.popitem()[1].close()
 
     def sha256(self, source: Path) -> str:
         """The hash of a file, once all of it was read. Raises what stopped the copying."""
@@ -94,39 +91,40 @@ class EarlyCopies:
     def check_finite(self, source: Path, names: Watched) -> None:
         """Raise RewriterError where one of the tensors `names` in a file is not finite, once all of it was read."""
         self.sha256(source)
-        for what in self._broken[source]:
-            if names.get(what.name) == what.dtype:
-                raise what.error(source)
+        for error, name, dtype in self._broken[source]:
+            if names.get(name) == dtype:
+                raise error
 
     def take(self, source: Path, target: Path) -> str:
         """Give the copy of `source` the name `target`, once all of it is on the disk; returns its sha256."""
-        digest, fd = self.sha256(source), self._files.pop(source)
-        try:
-            os.fsync(fd)
+        digest = self.sha256(source)
+        with self._files.pop(source) as file:
+            os.fsync(file.fileno())
             # That a directory is given makes Python ask for what the link points to.
-            os.link(f"/proc/self/fd/{fd}", target, src_dir_fd=fd)
-        finally:
-            os.close(fd)
+            os.link(f"/proc/self/fd/{file.fileno()}", target, src_dir_fd=file.fileno())
         return digest
 
     def nbytes(self) -> int:
         """Bytes of the disk that copies take which have no name yet."""
-        return sum(512 * os.fstat(fd).st_blocks for fd in self._files.values())
-
-    def _copy(self) -> None:
-        try:
-            self._run.run(processors())
-        except BaseException as error:
-            for digest in self._sha256.values():
-                if not digest.done():
-                    digest.set_exception(error)
-        finally:
-            sys.setswitchinterval(self._interval)
-
-    def _close(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
+        return sum(512 * os.fstat(file.fileno()).st_blocks for file in self._files.values())
 
 
-def _duplicate(source: Path, fd: int) -> Sink:
-    return Sink(source, os.dup(fd))
+def begun_copies(
+    model: str | os.PathLike[str], *, out: str | os.PathLike[str] | None = None, link: bool = False, **options: Any
+) -> AbstractContextManager[EarlyCopies | None]:
+    """Copies of a local model's weights for a conversion with these options, if that is likely to want them."""
+    if not Path(model).is_dir() or any(options.get(name) for name in _OTHERS):
+        return nullcontext()
+    place = Path.cwd() / "out" if out is None else Path(out)
+    if out is not None and os.path.lexists(place):
+        return nullcontext()
+    return EarlyCopies.begin(model, place, link) or nullcontext()
+
+
+def kept_copies(early: EarlyCopies | None, copies: Iterable[tuple[Path, str]]) -> EarlyCopies | None:
+    """`early`, if `copies` (source, name) of the output that was planned hold all that it copies; else it ends, and
+    None."""
+    if early is None or {source for source, _ in copies}.issuperset(early.sources):
+        return early
+    early.stop()
+    return None

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import os
 import struct
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Transpose
 from rewriter.weights.checkpoint import Checkpoint
-from rewriter.weights.header import BITS, TensorInfo
-from rewriter.weights.streams import PIECE, StreamPiece, file_pieces
+from rewriter.weights.expressions import Dequantized, Expression
+from rewriter.weights.header import BITS, SafetensorsHeader
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PIECE = 16 << 20  # bytes that are read at a time
 
 # dtype -> (bytes, x, m, n): an element with the bits b is not finite where (b ^ x) & m is n or more.
 _PATTERNS: Mapping[str, tuple[int, int, int, int]] = {
@@ -40,23 +38,8 @@ Watched = Mapping[str, str]
 """Tensors of a checkpoint by name, each with the dtype that its bytes stand for: scales are stored as plain bytes."""
 
 
-@dataclass(frozen=True)
-class NotFinite:
-    """The first element of a tensor that is NaN or infinite: its place, in elements of `shape`, and the dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    element: int
-    value: str
-
-    def error(self, file: Path) -> RewriterError:
-        """What is said of it."""
-        return not_finite(file, placed(self.name, self.element, self.shape), f"{self.value} ({self.dtype})")
-
-
 def not_finite(where: object, place: str, value: str) -> RewriterError:
-    """What is said of a weight that is none."""
+    """The error for a weight that is no finite number."""
     return RewriterError(
         f"{where}: {place} is {value}, and a model computes nothing with that. Download it again; if its author's "
         "is the same, the training that wrote it failed"
@@ -74,24 +57,13 @@ def placed(name: str, element: int, shape: tuple[int, ...]) -> str:
 
 def watched(checkpoint: Checkpoint, expressions: Iterable[Expression | None]) -> dict[str, str]:
     """The tensors that have to be finite for these expressions to be: every tensor that they read."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for expression in (one for one in expressions if one is not None):
-        found |= {name: checkpoint.info(name).dtype for name in expression.tensors()}
-        for part in _dequantized(expression):
-            if part.scheme == "mxfp4":  # its exponents are bytes
-                found |= dict.fromkeys(part.parts[1].tensors(), "F8_E8M0")
-    return found
-
-
-def _dequantized(expression: Expression) -> Iterator[Dequantized]:
-    match expression:
-        case Dequantized():
-            yield expression
-        case Concat(parts) | Stack(parts):
-            for part in parts:
-                yield from _dequantized(part)
-        case Slice(source) | Take(source) | Transpose(source):
-            yield from _dequantized(source)
+        names |= {name: checkpoint.info(name).dtype for name in expression.tensors()}
+        for node in expression.nodes():
+            if isinstance(node, Dequantized) and node.scheme == "mxfp4":  # its exponents are bytes
+                names |= dict.fromkeys(node.parts[1].tensors(), "F8_E8M0")
+    return names
 
 
 def first_broken(data: memoryview, dtype: str) -> int | None:
@@ -109,49 +81,66 @@ def first_broken(data: memoryview, dtype: str) -> int | None:
     return int(np.argmax(magnitude >= least))
 
 
-def looked_at(
-    pieces: Iterator[StreamPiece], path: Path, tensors: Mapping[str, TensorInfo], found: Callable[[NotFinite], None]
-) -> Iterator[StreamPiece]:
-    """The pieces of a file that is copied as it is, from its start. Of each of `tensors`, the first element that is not
-    finite is `found`."""
-    numbers = {name: info for name, info in tensors.items() if info.dtype in _PATTERNS and info.nbytes}
-    ordered = sorted((info.offsets[0], name, info) for name, info in numbers.items())
-    starts, known = [start for start, _, _ in ordered], set[str]()
+def file_pieces(path: Path, ends: Iterable[int] = ()) -> Iterator[memoryview]:
+    """The bytes of a file, in pieces of at most PIECE that lie in the same memory, cut at the places `ends`.
 
-    def look(write: Callable[[memoryview], None], offset: int, target: memoryview) -> None:
-        write(target)
-        end = offset + len(target)
-        for start, name, info in ordered[max(0, bisect_right(starts, offset) - 1) :]:
-            if start >= end:
-                break
-            if name in known or info.offsets[1] <= offset:
-                continue
-            size = _PATTERNS[info.dtype][0]
-            low = start + -(-max(offset - start, 0) // size) * size
-            high = start + (min(end, info.offsets[1]) - start) // size * size
-            place = first_broken(target[max(low - offset, 0) : max(high - offset, 0)], info.dtype)
-            begin = low
-            if place is None and end < info.offsets[1] and high < end:  # an element that goes on in the next piece
-                place, begin = first_broken(memoryview(_read(path, high, size)), info.dtype), high
-            if place is not None:
-                known.add(name)
-                at = begin + place * size
-                element = (at - start) // (BITS[info.dtype] // 8)
-                found(NotFinite(name, info.shape, info.dtype, element, said(_read(path, at, size), info.dtype)))
-
-    offset = 0
-    for piece in pieces:
-        yield replace(piece, write=partial(look, piece.write, offset))
-        offset += piece.nbytes
-
-
-def _read(path: Path, offset: int, size: int) -> bytes:
+    Raises RewriterError where the file becomes shorter meanwhile.
+    """
+    buffer = memoryview(bytearray(PIECE))
     with open(path, "rb") as file:
-        return os.pread(file.fileno(), size, offset)
+        start, size = 0, os.fstat(file.fileno()).st_size
+        for end in (*ends, size):
+            while start < end:
+                piece = buffer[: min(PIECE, end - start)]
+                if file.readinto(piece) < len(piece):
+                    raise RewriterError(
+                        f"{path}: it became shorter while being copied. Run again when nothing writes to it."
+                    )
+                start += len(piece)
+                yield piece
+
+
+def watched_pieces(
+    path: Path, header: SafetensorsHeader, names: Watched, broken: Callable[[RewriterError, str, str], None]
+) -> Iterator[memoryview]:
+    """The bytes of a file with this header, tensor by tensor. For each of `names` that holds an element that is not
+    finite, `broken` gets the error for the first, the tensor's name and the dtype."""
+    start = header.size - sum(info.nbytes for info in header.tensors.values())
+    pieces = file_pieces(path, [start, *(info.offsets[1] for info in header.tensors.values())])
+    done = 0
+    while done < start:
+        done += len(piece := next(pieces))
+        yield piece
+    for name, info in header.tensors.items():
+        dtype = names.get(name, "")
+        looks = dtype in _PATTERNS
+        while done < info.offsets[1]:
+            piece = next(pieces)
+            if looks and (place := first_broken(piece, dtype)) is not None:
+                size, looks = _PATTERNS[dtype][0], False
+                element = (done - info.offsets[0] + place * size) // (BITS[dtype] // 8)
+                value = said(bytes(piece[place * size :][:size]), dtype)
+                broken(not_finite(path, placed(name, element, info.shape), f"{value} ({dtype})"), name, dtype)
+            done += len(piece)
+            yield piece
+    yield from pieces
+
+
+def refuse(error: RewriterError, name: str, dtype: str) -> None:
+    """Raise the error that `watched_pieces` made."""
+    raise error
+
+
+def check_finite(checkpoint: Checkpoint, names: Watched) -> None:
+    """Read the checkpoint's files once. Raises RewriterError for the first of the tensors `names` that is not
+    finite."""
+    for path, header in checkpoint.headers.items():
+        for _ in watched_pieces(path, header, names, refuse):
+            pass
 
 
 def said(data: bytes, dtype: str) -> str:
-    """An element that is not finite, in words."""
+    """Name of an element that is not finite: NaN, infinity or -infinity."""
     if dtype in ("F64", "F32", "C64", "F16", "BF16"):
         wide = b"\0\0" + data if dtype == "BF16" else data
         (value,) = struct.unpack({2: "<e", 4: "<f", 8: "<d"}[len(wide)], wide)
@@ -160,30 +149,8 @@ def said(data: bytes, dtype: str) -> str:
 
 
 def in_words(value: float) -> str:
-    """A number that is not finite."""
+    """Name of a number that is not finite."""
     return "NaN" if value != value else "infinity" if value > 0 else "-infinity"
-
-
-def refused(
-    tensors: Mapping[str, TensorInfo], names: Watched, path: Path, pieces: Iterator[StreamPiece]
-) -> Iterator[StreamPiece]:
-    """The pieces of a file with `tensors`. Writing one raises RewriterError where it holds one of `names` that is not
-    finite."""
-
-    def refuse(what: NotFinite) -> None:
-        raise what.error(path)
-
-    inside = {name: replace(info, dtype=names[name]) for name, info in tensors.items() if name in names}
-    return looked_at(pieces, path, inside, refuse) if inside else pieces
-
-
-def check_finite(checkpoint: Checkpoint, names: Watched) -> None:
-    """Read the checkpoint's files once. Raises RewriterError for the first of the tensors `names` that is not
-    finite."""
-    buffer = memoryview(bytearray(PIECE))
-    for path, header in checkpoint.headers.items():
-        for piece in refused(header.tensors, names, path, file_pieces(path)):
-            piece.write(buffer[: piece.nbytes])
 
 
 def require_finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> None:

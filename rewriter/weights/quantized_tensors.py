@@ -13,9 +13,9 @@ from math import prod
 from typing import Any
 
 from rewriter.common.errors import RewriterError, shortened
-from rewriter.common.expressions import Dequantized, Expression, Tensor, Transpose
-from rewriter.common.text_settings import declared_dtype, top_setting
+from rewriter.common.text_settings import declared_dtype, quantization_settings
 from rewriter.weights.checkpoint import Checkpoint
+from rewriter.weights.expressions import Dequantized, Expression, Tensor, Transpose
 
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 OF_TORCH: Mapping[str, str] = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -27,7 +27,7 @@ Parts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """`kind` in words; `tensors`: by the name that a checkpoint without quantization would use, every tensor.
+    """`kind` describes the method; `tensors` has every tensor by its name in a checkpoint without quantization.
 
     Those that are stored as they are, are `Tensor`s of the checkpoint; the others stand for tensors of `dtype`.
     """
@@ -38,12 +38,12 @@ class QuantizedWeights:
 
 
 def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> QuantizedWeights | None:
-    """What the checkpoint of a model with this config.json holds; None where nothing is quantized.
+    """The tensors of the checkpoint of a model with this config.json; None where nothing is quantized.
 
     Weights are taken to stand for tensors of `usual_dtype`. Raises RewriterError for what cannot be read, by its name:
     the method, its bits and what else is special about it.
     """
-    said = top_setting(config, "quantization_config", "compression_config")
+    said = quantization_settings(config)
     if not said:
         return None
     if not isinstance(said, Mapping):
@@ -78,12 +78,12 @@ def usual_dtype(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
 
 
 def read_otherwise(checkpoint: Checkpoint, config: Mapping[str, Any], gpu: bool) -> str | None:
-    """Why transformers, with or without a `gpu`, takes the checkpoint's weights for other numbers; None where not.
+    """The reason why transformers, with or without a `gpu`, reads other numbers; None where it does not.
 
     Up to 5.24 it does not know the names of AutoFP8's scales, and takes the weights to have none. A weight in FP8 that
     its blocks do not divide it takes, where it dequantizes it, to be in smaller blocks, or raises ValueError.
     """
-    quantized, said = quantized_weights(checkpoint, config), top_setting(config, "quantization_config")
+    quantized, said = quantized_weights(checkpoint, config), quantization_settings(config)
     for name, expression in {} if quantized is None else quantized.tensors.items():
         if isinstance(expression, Dequantized) and expression.scheme == "fp8":
             scale, shape = next(expression.parts[1].tensors()), expression.shape(checkpoint.shapes)
@@ -119,13 +119,7 @@ def _fine_grained_fp8(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: st
     kind = f"fp8 in blocks of {block[0]}×{block[1]}" if block else "fp8 per tensor"
     if said.get("expert_dtype", "fp8") != "fp8":
         raise _refused(checkpoint, f"fp8 with experts in {said['expert_dtype']}", "only fp8 experts are")
-    suffixes = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
-    return _scaled_fp8(checkpoint, kind, lambda name: _companions(name, suffixes), block, dtype)
-
-
-def _companions(name: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    for suffix in suffixes:
-        yield (name if suffix.startswith("_") else name.removesuffix(".weight")) + suffix
+    return _scaled_fp8(checkpoint, kind, ("_scale_inv", "_scale", ".scale", ".qscale_weight"), block, dtype)
 
 
 def _compressed_tensors(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
@@ -147,26 +141,25 @@ def _compressed_tensors(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: 
     if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _refused(checkpoint, "compressed-tensors with a sparsity_config", "sparse weights are not")
     kind = f"fp8 per {' and '.join(dict.fromkeys(strategies))} (compressed-tensors)"
-    return _scaled_fp8(checkpoint, kind, lambda name: _companions(name, ("_scale",)), block, dtype)
+    return _scaled_fp8(checkpoint, kind, ("_scale",), block, dtype)
 
 
 _FP8_FORMATS = ("float-quantized", "naive-quantized")
 
 
-def _scaled_fp8(
-    checkpoint: Checkpoint, kind: str, companions: Callable[[str], Iterator[str]], block: Any, dtype: str
-) -> Found:
+def _scaled_fp8(checkpoint: Checkpoint, kind: str, suffixes: Parts, block: Any, dtype: str) -> Found:
+    """Every tensor of an 8-bit float dtype, scaled by the one with its name and one of `suffixes`."""
     found: dict[str, Expression] = {}
     for name, info in checkpoint.tensors.items():
-        scale = next((other for other in companions(name) if other in checkpoint.tensors), None)
+        names = [(name if suffix[0] == "_" else name.removesuffix(".weight")) + suffix for suffix in suffixes]
+        scale = next((other for other in names if other in checkpoint.tensors), None)
         if info.dtype not in FP8:
             if scale is not None and len(info.shape) > 1:
                 raise _refused(checkpoint, f"{kind}, with {name} of {info.dtype}", "of it only fp8 tensors are")
             continue
         if scale is None:
-            expected = " or ".join(companions(name))
             raise RewriterError(
-                f"{checkpoint.directory}: {name} is {info.dtype}, but has no scale: {expected} is missing. "
+                f"{checkpoint.directory}: {name} is {info.dtype}, but has no scale: {' or '.join(names)} is missing. "
                 "Download the checkpoint again."
             )
         per = _elements_per_scale(info.shape, checkpoint.info(scale).shape, block)
@@ -178,7 +171,7 @@ def _scaled_fp8(
 
 
 def _elements_per_scale(shape: tuple[int, ...], scales: tuple[int, ...], block: Any) -> tuple[int, ...] | None:
-    """Of each dimension of the scales, which are the last ones of the weight; None where they do not fit."""
+    """One number for each dimension of the scales, the last ones of the weight; None where they do not fit."""
     sizes = shape[len(shape) - len(scales) :]
     if prod(scales) == 1:
         return sizes if len(scales) <= len(shape) else None
@@ -252,7 +245,7 @@ def _gptq(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
 
 
 def _bitsandbytes(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
-    """bitsandbytes: NF4 and FP4, which keep what they need beside every weight, numbers as JSON in a tensor; LLM.int8.
+    """bitsandbytes: NF4 and FP4, which keep what they need next to every weight, numbers as JSON in a tensor; LLM.int8.
 
     Of the last what weights stand for: that activations are quantized too is another function, as with FP8.
     """

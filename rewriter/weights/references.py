@@ -10,12 +10,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import (
+from rewriter.weights.checkpoint import Checkpoint, mixed_dtypes, torch_dtype
+from rewriter.weights.expressions import (
     Concat,
     Dequantized,
     Expression,
@@ -25,10 +26,9 @@ from rewriter.common.expressions import (
     Take,
     Tensor,
     Transpose,
+    is_dequantized,
 )
-from rewriter.weights.checkpoint import Checkpoint, mixed_dtypes, torch_dtype
 from rewriter.weights.header import SafetensorsHeader, parse_json, read_header
-from rewriter.weights.narrowing import is_dequantized
 
 if TYPE_CHECKING:
     import torch
@@ -78,9 +78,7 @@ class RankWeights:
         try:
             files = _files(table)
             references = {
-                name: Reference(
-                    decoded(source), dim, ranges and tuple(tuple(map(_pair, own)) for own in ranges), *dtype
-                )
+                name: Reference(decoded(source), dim, ranges and tuple(map(_pairs, ranges)), *dtype)
                 for name, (source, dim, ranges, *dtype) in table["parameters"].items()
             }
             casts = {name: reference.dtype for name, reference in references.items() if reference.dtype is not None}
@@ -221,7 +219,7 @@ def _unchanged(root: Path, name: str, size: int, digest: str) -> Any:
 
 
 def _change(header: SafetensorsHeader, size: int, digest: str) -> str:
-    """What differs from the file that had this size and header, in words; "": nothing."""
+    """The difference from the file that had this size and header; "" where there is none."""
     if header.size != size:
         return f"it has {header.size} bytes, not {size}"
     return "" if header.sha256 == digest else "its header is another"
@@ -239,42 +237,45 @@ def _read(path: Path) -> Any:
 
 
 def encoded(expression: Expression) -> Any:
-    """An expression as JSON: a tensor's name, or a list of its kind, what it is made of, and numbers."""
-    match expression:
-        case Tensor(name):
-            return name
-        case Slice(source, dim, ranges):
-            return ["slice", encoded(source), dim, ranges]
-        case Concat(parts, dim):
-            return ["cat", [encoded(part) for part in parts], dim]
-        case Stack(parts, dim):
-            return ["stack", [encoded(part) for part in parts], dim]
-        case Transpose(source, dim0, dim1):
-            return ["transpose", encoded(source), dim0, dim1]
-        case Take(source, dim, index):
-            return ["take", encoded(source), dim, index]
-        case Dequantized(scheme, parts, numbers, dtype):
-            return ["dequantized", [encoded(part) for part in parts], scheme, numbers, dtype]
+    """An expression as JSON: a tensor's name, or a list of its kind, what it is made of, and its other fields."""
+    if isinstance(expression, Tensor):
+        return expression.name
+    inputs = [encoded(part) for part in expression.inputs]
+    kind = next(name for name, cls in _KINDS.items() if type(expression) is cls)
+    return [kind, inputs if _joins(type(expression)) else inputs[0], *(getattr(expression, n) for n in _others(kind))]
 
 
 def decoded(data: Any) -> Expression:
     """The expression that `encoded` wrote. Raises KeyError, TypeError or ValueError for anything else."""
     if isinstance(data, str):
         return Tensor(data)
-    kind, inner, *numbers = data
-    make: Mapping[str, Callable[..., Expression]] = {
-        "slice": lambda dim, ranges: Slice(decoded(inner), int(dim), tuple(map(_pair, ranges))),
-        "cat": lambda dim: Concat(tuple(map(decoded, inner)), int(dim)),
-        "stack": lambda dim: Stack(tuple(map(decoded, inner)), int(dim)),
-        "transpose": lambda dim0, dim1: Transpose(decoded(inner), int(dim0), int(dim1)),
-        "take": lambda dim, index: Take(decoded(inner), int(dim), tuple(map(int, index))),
-        "dequantized": lambda scheme, counts, dtype: Dequantized(
-            str(scheme), tuple(map(decoded, inner)), tuple(map(int, counts)), str(dtype)
-        ),
-    }
-    return make[kind](*numbers)
+    kind, inner, *values = data
+    cls = _KINDS[kind]
+    inputs = {"parts": tuple(map(decoded, inner))} if _joins(cls) else {"source": decoded(inner)}
+    return cls(**inputs, **{n: _CHECKED[n](value) for n, value in zip(_others(kind), values, strict=True)})
 
 
-def _pair(pair: Any) -> tuple[int, int]:
-    start, stop = pair
-    return int(start), int(stop)
+def _pairs(ranges: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((int(start), int(stop)) for start, stop in ranges)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(map(int, values))
+
+
+_KINDS: Mapping[str, Any] = {
+    "slice": Slice, "cat": Concat, "stack": Stack, "transpose": Transpose, "take": Take, "dequantized": Dequantized,
+}  # fmt: skip
+_CHECKED: Mapping[str, Callable[[Any], Any]] = {
+    "dim": int, "dim0": int, "dim1": int, "ranges": _pairs, "index": _numbers, "numbers": _numbers,
+    "scheme": str, "dtype": str,
+}  # fmt: skip
+
+
+def _joins(cls: Any) -> bool:
+    return any(field.name == "parts" for field in fields(cls))
+
+
+def _others(kind: str) -> list[str]:
+    """The fields of a kind of expression but its inputs, in the order in which they are written."""
+    return [field.name for field in fields(_KINDS[kind]) if field.name in _CHECKED]

@@ -16,7 +16,7 @@ def available(path: Path) -> int:
 
 
 def require_space(path: Path, nbytes: int, files: int = 0) -> None:
-    """Raise RewriterError unless `nbytes` in so many `files` can be written on the file system of `path`."""
+    """Raise RewriterError unless `nbytes` in `files` files can be written on the file system of `path`."""
     free = available(path)
     if nbytes > free:
         raise RewriterError(
@@ -42,7 +42,7 @@ def existing(path: Path) -> Path:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an exception says that the disk, or this user's quota, is used up."""
+    """True for an exception that says that the disk, or this user's quota, is used up."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

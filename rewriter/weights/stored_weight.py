@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Transpose
 from rewriter.kernels.stored_weights import dequantized
-from rewriter.weights.checkpoint import evaluate
+from rewriter.weights.expressions import Concat, Dequantized, Expression, Slice, Stack, Transpose, evaluate
 
 MOST = 0.55  # of bf16's bytes: more is not worth dequantizing at every use
 Read = Callable[[str], torch.Tensor]
@@ -41,7 +40,7 @@ class Stored:
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        """What it stands for; scales are multiplied in fp32."""
+        """The tensor that it stands for; scales are multiplied in fp32."""
         found = dequantized(self.scheme, self.parts, self.numbers, dtype)
         return found.transpose(-1, -2) if self.transposed else found
 
