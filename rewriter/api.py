@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rewriter.adapt.adaptation import AdaptReport
-    from rewriter.bisect.finding import Bisection
     from rewriter.convert.report import ConversionReport
-    from rewriter.diff.compare import DiffReport
     from rewriter.emit.manifest import Manifest
+    from rewriter.explain.bisect.finding import Bisection
+    from rewriter.explain.diff.compare import DiffReport
     from rewriter.ir import Program
     from rewriter.predict.results import RecipeComparison
     from rewriter.predict.validation import Validation
@@ -111,11 +111,11 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
 
 
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str] | None = None, **options: Any) -> DiffReport:
-    """What a recipe changed, or two outputs differ in: `rewriter.diff.compare.diff` has the options.
+    """What a recipe changed, or two outputs differ in: `rewriter.explain.diff.compare.diff` has the options.
 
     diff("out"); diff("out", "other"); diff("model", recipe="ladder", tp=8).to_html()
     """
-    from rewriter.diff.compare import diff
+    from rewriter.explain.diff.compare import diff
 
     return diff(first, second, **options)
 
@@ -145,7 +145,7 @@ def bisect(
     if recipe is not None:
         if second is not None or source is not None:
             raise RewriterError("--recipe bisects one model: leave out B and --source, or leave out --recipe")
-        from rewriter.bisect.recipe import bisect_recipe
+        from rewriter.explain.bisect.recipe import bisect_recipe
 
         return bisect_recipe(first, recipe, tp=tp, sp=sp, weights=weights or "shrunken", set=set, **common)
     if (tp, sp) != (1, 1) or set:
@@ -153,10 +153,10 @@ def bisect(
     if second is not None:
         if source is not None or weights == "shrunken":
             raise RewriterError("two directories are compared on their own weights: leave out --source and --weights")
-        from rewriter.bisect.pair import bisect_pair
+        from rewriter.explain.bisect.pair import bisect_pair
 
         return bisect_pair(first, second, **common)
-    from rewriter.bisect.output import bisect_output
+    from rewriter.explain.bisect.output import bisect_output
 
     return bisect_output(first, source=source, weights=weights or "real", **common)
 
@@ -187,7 +187,7 @@ def inspect(
 
     With `sp` ranks that share the tokens of a sequence: for sequences of `tokens`.
     """
-    from rewriter.inspect.inspection import inspect
+    from rewriter.explain.inspection import inspect
 
     return inspect(model, recipe, tp, trust_remote_code=trust_remote_code, sp=sp, tokens=tokens)
 

@@ -15,13 +15,13 @@ import torch
 import zoo
 
 from rewriter import ops
-from rewriter.bisect.finding import Bisection
-from rewriter.bisect.passes import bisect_passes
-from rewriter.bisect.recipe import bisect_recipe, real_material
-from rewriter.bisect.values import difference, relation
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.convert.pass_measurements import calibrate
+from rewriter.explain.bisect.finding import Bisection
+from rewriter.explain.bisect.passes import bisect_passes
+from rewriter.explain.bisect.recipe import bisect_recipe, real_material
+from rewriter.explain.bisect.values import difference, relation
 from rewriter.ir import Program
 from rewriter.passes import available
 from rewriter.recipes.apply import load_recipe

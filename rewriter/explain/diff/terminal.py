@@ -13,7 +13,7 @@ from rich.text import Text
 from rewriter.analysis.layer_wiring import WiredLayers, reads_in_words
 from rewriter.common.numbers import digits
 from rewriter.common.tables import WIDE, plain_table
-from rewriter.diff.differences import CodeDifference, Differences, PassDifference, TensorDifferences
+from rewriter.explain.diff.differences import CodeDifference, Differences, PassDifference, TensorDifferences
 
 _MOST = 20  # lines of a list
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from rewriter.analysis.residual import by_layer, residual_blocks
-from rewriter.bisect.finding import Fault
-from rewriter.bisect.inside import locate_inside
-from rewriter.bisect.recording import Record, record, record_module
-from rewriter.bisect.references import Expected
-from rewriter.bisect.stage import Stage
-from rewriter.bisect.statements import layer_of_node, operator_of, text_of
-from rewriter.bisect.values import Ranks, difference
-from rewriter.bisect.wiring import Slice, locate_in_wiring
 from rewriter.common.errors import RewriterError
+from rewriter.explain.bisect.finding import Fault
+from rewriter.explain.bisect.inside import locate_inside
+from rewriter.explain.bisect.recording import Record, record, record_module
+from rewriter.explain.bisect.references import Expected
+from rewriter.explain.bisect.stage import Stage
+from rewriter.explain.bisect.statements import layer_of_node, operator_of, text_of
+from rewriter.explain.bisect.values import Ranks, difference
+from rewriter.explain.bisect.wiring import Slice, locate_in_wiring
 from rewriter.ir import Program, args_of
 from rewriter.ir.marks import marks
 

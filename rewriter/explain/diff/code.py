@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from rewriter.diff.differences import CodeDifference
+from rewriter.explain.diff.differences import CodeDifference
 
 _CONTEXT = 3
 Side = tuple[int, str] | None

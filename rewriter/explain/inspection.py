@@ -1,7 +1,6 @@
 """What `rewrite inspect` shows: blocks, collectives and memory of a model, before and after a recipe, from its config.
 
-The inspection is plain data; the tables (`rewriter.inspect.tables`) are made from it, so that JSON and terminal tell
-the same.
+The inspection is plain data; the tables (`inspection_tables`) are made from it, so that JSON and terminal agree.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.common.numbers import json_text
 from rewriter.common.text_settings import declared_dtype
-from rewriter.inspect.rules import standard_layers, unfired, without_measurements
-from rewriter.inspect.sequence_table import sequence, with_length
-from rewriter.inspect.tables import tables
+from rewriter.explain.inspection_tables import tables
+from rewriter.explain.sequence_table import sequence, with_length
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, load_recipe
+from rewriter.recipes.unfired import standard_layers, unfired, without_measurements
 from rewriter.tracing import trace_skeleton
 from rewriter.tracing.meta_model import build_skeleton, load_config
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from rewriter.common.expressions import Tensor
-from rewriter.diff.differences import TensorDifference, TensorDifferences
+from rewriter.explain.diff.differences import TensorDifference, TensorDifferences
 from rewriter.weights import Checkpoint
 
 _CHUNK = 1 << 24  # elements

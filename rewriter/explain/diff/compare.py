@@ -20,15 +20,21 @@ from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
-from rewriter.diff.code import code_difference
-from rewriter.diff.differences import CodeDifference, Differences, LayerDifference, PassDifference, TensorDifferences
-from rewriter.diff.page import page
-from rewriter.diff.programs import layers_between, passes_between, passes_of
-from rewriter.diff.tensors import tensors_between
-from rewriter.diff.terminal import tables
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, mesh_of, read_manifest
 from rewriter.emit.output_files import runtime_module
+from rewriter.explain.diff.code import code_difference
+from rewriter.explain.diff.differences import (
+    CodeDifference,
+    Differences,
+    LayerDifference,
+    PassDifference,
+    TensorDifferences,
+)
+from rewriter.explain.diff.page import page
+from rewriter.explain.diff.programs import layers_between, passes_between, passes_of
+from rewriter.explain.diff.tensors import tensors_between
+from rewriter.explain.diff.terminal import tables
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.tensor_parallel import TensorParallel

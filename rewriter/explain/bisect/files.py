@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from rewriter.bisect.finding import Fault
-from rewriter.bisect.statements import layer_of_path
-from rewriter.bisect.values import relation
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Tensor
 from rewriter.common.files import read_json
 from rewriter.convert.reopened import Reopened
 from rewriter.emit.manifest import Manifest
 from rewriter.emit.output_directory import sha256_of
+from rewriter.explain.bisect.finding import Fault
+from rewriter.explain.bisect.statements import layer_of_path
+from rewriter.explain.bisect.values import relation
 from rewriter.ir import Leaf, Program, walk_modules
 from rewriter.verify.comparison import relative_error
 from rewriter.weights import Checkpoint

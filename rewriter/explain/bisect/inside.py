@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from rewriter.bisect.finding import Fault
-from rewriter.bisect.recording import Key, Record
-from rewriter.bisect.stage import Stage
-from rewriter.bisect.statements import layer_of_path, operator_of, text_of
-from rewriter.bisect.values import Ranks, difference, relation
+from rewriter.explain.bisect.finding import Fault
+from rewriter.explain.bisect.recording import Key, Record
+from rewriter.explain.bisect.stage import Stage
+from rewriter.explain.bisect.statements import layer_of_path, operator_of, text_of
+from rewriter.explain.bisect.values import Ranks, difference, relation
 from rewriter.ir import Parameter, Program, nodes_inside
 from rewriter.verify.simulate import whole_parameter
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rewriter.bisect.references import Expected
+from rewriter.explain.bisect.references import Expected
 from rewriter.ir import Program
 
 Weights = Mapping[str, torch.Tensor]

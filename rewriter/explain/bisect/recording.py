@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from rewriter import ops
 from rewriter.analysis.sequence_layout import sequence_plan
-from rewriter.bisect.values import Ranks
 from rewriter.common.errors import RewriterError
+from rewriter.explain.bisect.values import Ranks
 from rewriter.ir import Module, Program
 from rewriter.sequence.token_layout import join_tokens
 from rewriter.verify.simulate import RankValues, Shards, Simulator

@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import fx
 
-from rewriter.bisect.finding import Bisection, Fault, Step
-from rewriter.bisect.recording import Record
-from rewriter.bisect.statements import layer_of_path
-from rewriter.bisect.values import Ranks, difference, relation
 from rewriter.common.errors import VerificationError
 from rewriter.common.processes import Processes, environment, placed, write_json
+from rewriter.explain.bisect.finding import Bisection, Fault, Step
+from rewriter.explain.bisect.recording import Record
+from rewriter.explain.bisect.statements import layer_of_path
+from rewriter.explain.bisect.values import Ranks, difference, relation
 from rewriter.ir import Program
 from rewriter.verify.subprocess_logits import TIMEOUT
 
@@ -62,7 +62,7 @@ def _run(
             },
         )
         own = {"HF_MODULES_CACHE": str(job.scratch / "modules"), "HF_HUB_OFFLINE": "1"}
-        words = ["-m", "rewriter.bisect.watch_modules", kind, str(request), str(result)]
+        words = ["-m", "rewriter.explain.bisect.watch_modules", kind, str(request), str(result)]
         for rank in range(ranks):
             job.fork(f"rank {rank}", words, {**variables(rank), **own})
         failure = job.wait(TIMEOUT)

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from rewriter.bisect.files import changed_files, compare_tensors, compare_text, suspicious_tensor
-from rewriter.bisect.finding import Bisection, Fault, Step
-from rewriter.bisect.locate import result_of
-from rewriter.bisect.passes import EXACT_SUMS, bisect_passes
-from rewriter.bisect.recipe import COPIES, Weights, real_material, shrunken_material
-from rewriter.bisect.recording import record
-from rewriter.bisect.values import Ranks
-from rewriter.bisect.written import compare_written, run_checkpoint, run_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
 from rewriter.emit.manifest import Manifest, mesh_name, ranks_of, read_manifest
+from rewriter.explain.bisect.files import changed_files, compare_tensors, compare_text, suspicious_tensor
+from rewriter.explain.bisect.finding import Bisection, Fault, Step
+from rewriter.explain.bisect.locate import result_of
+from rewriter.explain.bisect.passes import EXACT_SUMS, bisect_passes
+from rewriter.explain.bisect.recipe import COPIES, Weights, real_material, shrunken_material
+from rewriter.explain.bisect.recording import record
+from rewriter.explain.bisect.values import Ranks
+from rewriter.explain.bisect.written import compare_written, run_checkpoint, run_ranks
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized

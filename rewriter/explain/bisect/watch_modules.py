@@ -1,5 +1,5 @@
-"""`python -m rewriter.bisect.watch_modules KIND REQUEST RESULT`: an output runs, and what its modules are given and
-give is kept.
+"""`python -m rewriter.explain.bisect.watch_modules KIND REQUEST RESULT`: an output runs, and what its
+modules are given and give is kept.
 
 KIND is "checkpoint" (transformers loads it, one process) or "ranks". The request names a directory and token ids
 (JSON). Every rank writes RESULT.RANK (safetensors): `given|PATH` and `returned|PATH` for the modules that were called

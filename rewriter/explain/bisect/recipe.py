@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rewriter.analysis.sequence_layout import sequence_plan
-from rewriter.bisect.finding import Bisection
-from rewriter.bisect.passes import Material, bisect_passes
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
+from rewriter.explain.bisect.finding import Bisection
+from rewriter.explain.bisect.passes import Material, bisect_passes
 from rewriter.ir import Program
 from rewriter.passes.base import Pass
 from rewriter.recipes import Recipe

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from rewriter.analysis.layer_wiring import WiredLayers, each_layer
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
-from rewriter.diff.differences import LayerDifference, PassDifference
+from rewriter.explain.diff.differences import LayerDifference, PassDifference
 from rewriter.ir import PassRecord, Program, nodes_inside
 
 _CONTEXT = 2

@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from rewriter.bisect.files import WEIGHTS, in_order_of_use, module_of, tensors_part
-from rewriter.bisect.finding import Bisection, Fault, Step
-from rewriter.bisect.locate import locate, logits_error, result_of
-from rewriter.bisect.recipe import COPIES
-from rewriter.bisect.recording import record
-from rewriter.bisect.references import Expected
-from rewriter.bisect.stage import Stage
-from rewriter.bisect.statements import layer_of_path
-from rewriter.bisect.values import Ranks, difference, relation
-from rewriter.bisect.written import UNSEEN, Seen, run_checkpoint, run_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Tensor
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import reopen
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, ranks_of, read_manifest
+from rewriter.explain.bisect.files import WEIGHTS, in_order_of_use, module_of, tensors_part
+from rewriter.explain.bisect.finding import Bisection, Fault, Step
+from rewriter.explain.bisect.locate import locate, logits_error, result_of
+from rewriter.explain.bisect.recipe import COPIES
+from rewriter.explain.bisect.recording import record
+from rewriter.explain.bisect.references import Expected
+from rewriter.explain.bisect.stage import Stage
+from rewriter.explain.bisect.statements import layer_of_path
+from rewriter.explain.bisect.values import Ranks, difference, relation
+from rewriter.explain.bisect.written import UNSEEN, Seen, run_checkpoint, run_ranks
 from rewriter.ir import Program
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.tracing import trace

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rewriter.bisect.finding import Bisection, Fault, Step
-from rewriter.bisect.locate import comparable, locate, logits_error, only
-from rewriter.bisect.recording import record
-from rewriter.bisect.references import Expected, expected_values
-from rewriter.bisect.stage import Stage
 from rewriter.common.errors import RewriterError
+from rewriter.explain.bisect.finding import Bisection, Fault, Step
+from rewriter.explain.bisect.locate import comparable, locate, logits_error, only
+from rewriter.explain.bisect.recording import record
+from rewriter.explain.bisect.references import Expected, expected_values
+from rewriter.explain.bisect.stage import Stage
 from rewriter.ir import Program
 from rewriter.passes.base import Pass, bound_ranks
 from rewriter.passes.quantize_collectives import exact, is_quantized

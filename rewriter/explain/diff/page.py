@@ -7,7 +7,13 @@ from html import escape
 
 from rewriter.analysis.layer_wiring import WiredLayers, reads_in_words
 from rewriter.common.numbers import digits
-from rewriter.diff.differences import CodeDifference, Differences, LayerDifference, PassDifference, TensorDifferences
+from rewriter.explain.diff.differences import (
+    CodeDifference,
+    Differences,
+    LayerDifference,
+    PassDifference,
+    TensorDifferences,
+)
 
 _STYLE = """
 :root{--ground:#fff;--panel:#f6f7f9;--ink:#1b2230;--muted:#5a6474;--grid:#dfe3ea;--plus:#e3f4e6;--minus:#fbe6e2;--mid:#fdf3da}

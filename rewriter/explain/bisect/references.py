@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from rewriter.bisect.values import Ranks
+from rewriter.explain.bisect.values import Ranks
 from rewriter.verify.reference_modes import Reference
 
 

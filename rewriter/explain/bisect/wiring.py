@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from rewriter import ops
-from rewriter.bisect.finding import Fault
-from rewriter.bisect.recording import Record, is_collective, record, record_module
-from rewriter.bisect.stage import Stage
-from rewriter.bisect.statements import layer_of_node, layer_of_path, operator_of, text_of
-from rewriter.bisect.values import Ranks, difference, relation
 from rewriter.common.errors import RewriterError
+from rewriter.explain.bisect.finding import Fault
+from rewriter.explain.bisect.recording import Record, is_collective, record, record_module
+from rewriter.explain.bisect.stage import Stage
+from rewriter.explain.bisect.statements import layer_of_node, layer_of_path, operator_of, text_of
+from rewriter.explain.bisect.values import Ranks, difference, relation
 from rewriter.ir import Program, bypass
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.printing import statement
