@@ -121,8 +121,7 @@ def diff(first: str | os.PathLike[str], second: str | os.PathLike[str] | None = 
 
 
 def bisect(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str] | None = None,
+    directory: str | os.PathLike[str],
     *,
     recipe: str | os.PathLike[str] | Recipe | None = None,
     source: str | os.PathLike[str] | None = None,
@@ -133,32 +132,25 @@ def bisect(
     trust_remote_code: bool = False,
     progress: Callable[..., None] = lambda *_: None,
 ) -> Bisection:
-    """The first pass, layer and operator at which something computes what it should not; `fault` is None where nothing
-    does.
+    """The first pass, layer and statement that computes something else than it should; `fault` is None where none does.
 
-    `first` is an output of rewriter, compared with what its recipe makes of its `source`; with `second`, both should
-    compute the same; with `recipe`, `first` is a model, and the recipe's passes are compared one by one with their
-    references on `tp` × `sp` ranks. `weights` says what passes are run on: a shrunken copy (the default with `recipe`)
-    or the real ones. Raises RewriterError for bad input.
+    `directory` is an output of rewriter, compared with what its recipe makes of its `source`; with `recipe` it is a
+    model, and the recipe's passes are compared one by one with their references on `tp` × `sp` ranks. `weights` says
+    what passes are run on: a shrunken copy (the default with `recipe`) or the real ones. Raises RewriterError for bad
+    input.
     """
     common: dict[str, Any] = dict(trust_remote_code=trust_remote_code, progress=progress)
     if recipe is not None:
-        if second is not None or source is not None:
-            raise RewriterError("--recipe bisects one model: leave out B and --source, or leave out --recipe")
-        from rewriter.explain.bisect.recipe import bisect_recipe
+        if source is not None:
+            raise RewriterError("--recipe bisects a model, which has no source: leave out --source or --recipe")
+        from rewriter.explain.bisect.passes import bisect_recipe
 
-        return bisect_recipe(first, recipe, tp=tp, sp=sp, weights=weights or "shrunken", set=set, **common)
+        return bisect_recipe(directory, recipe, tp=tp, sp=sp, weights=weights or "shrunken", set=set, **common)
     if (tp, sp) != (1, 1) or set:
         raise RewriterError("--tp, --sp and --set are for --recipe: an output has its own")
-    if second is not None:
-        if source is not None or weights == "shrunken":
-            raise RewriterError("two directories are compared on their own weights: leave out --source and --weights")
-        from rewriter.explain.bisect.pair import bisect_pair
-
-        return bisect_pair(first, second, **common)
     from rewriter.explain.bisect.output import bisect_output
 
-    return bisect_output(first, source=source, weights=weights or "real", **common)
+    return bisect_output(directory, source=source, weights=weights or "real", **common)
 
 
 def reshard(directory: str | os.PathLike[str], tp: int, **options: Any) -> dict[str, Any]:

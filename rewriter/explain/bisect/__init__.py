@@ -1,2 +1,1 @@
-"""Where a computation goes wrong: the first pass, layer and operator at which a rewritten model parts from what it
-should compute."""
+"""The first place at which a computation differs from what it should be: a pass, a layer, a module, a written file."""

@@ -1,217 +1,214 @@
-"""Where one program first computes something else than it should: in a module that it calls, or between modules."""
+"""The statement at which one program first computes something else than it should."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from torch import fx
+import torch
+from torch import fx, nn
 
-from rewriter.analysis.residual import by_layer, residual_blocks
-from rewriter.common.errors import RewriterError
+from rewriter import ops
 from rewriter.explain.bisect.finding import Fault
-from rewriter.explain.bisect.inside import locate_inside
-from rewriter.explain.bisect.recording import Record, record, record_module
-from rewriter.explain.bisect.references import Expected
-from rewriter.explain.bisect.stage import Stage
-from rewriter.explain.bisect.statements import layer_of_node, operator_of, text_of
-from rewriter.explain.bisect.values import Ranks, difference
-from rewriter.explain.bisect.wiring import Slice, locate_in_wiring
-from rewriter.ir import Program, args_of
+from rewriter.explain.bisect.recording import Key, Record, first_input, record
+from rewriter.explain.bisect.values import Point, Ranks, Values, difference, first_parting, reordered
+from rewriter.ir import Body, Program, walk_modules
 from rewriter.ir.marks import marks
+from rewriter.ir.printing import body_text, statement
+
+_EXCHANGES = frozenset(
+    {ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.copy_to_group, ops.agreed, ops.gather_tokens}
+)
 
 
 @dataclass(frozen=True)
-class _Suspect:
-    """The first wrong value: of what `node` is given, returns, or as a value of the stream."""
+class Stage:
+    """A program, the program before the pass that made it (None: as traced), the weights of both, and what it is
+    compared with: on `ids`, int64 [B, S], within a relative error of `limit`."""
 
-    node: fx.Node
-    what: str  # "given", "returned", "stream", "logits"
-    expected: Ranks
-    error: float
-
-
-@dataclass
-class _Walk:
-    """A record compared in the order of execution. `right` are nodes whose values were found right."""
-
-    record: Record
-    right: set[fx.Node] = field(default_factory=set)
-    suspect: _Suspect | None = None
+    name: str
+    program: Program
+    before: Program | None
+    weights: Mapping[str, torch.Tensor]
+    weights_before: Mapping[str, torch.Tensor]
+    ids: torch.Tensor
+    expected: Values
+    limit: float
+    host: nn.Module | None = None
 
 
-def comparable(found: Expected, rec: Record, program: Program, limit: float) -> Expected:
-    """`found` without the values that a right program does not show under the same names."""
+def locate(stage: Stage, rec: Record) -> Fault:
+    """The first statement that computes something else than it should, or reads something else.
 
-    def agrees(values: Ranks | None, other: Ranks) -> bool:
-        return values is not None and difference(values, other) <= limit
-
-    inputs = {str(n.target): n for n in program.graph.nodes if n.op == "call_module"}
-    given = {
-        path: value
-        for path, value in found.given.items()
-        if path in inputs and agrees(rec.values.get(("", _first_input(inputs[path]).name)), value)
-    }
-    returned = {path: value for path, value in found.returned.items() if agrees(rec.modules.get(path), value)}
-    return Expected(given, returned, dict(found.streams), found.logits)
-
-
-def only(found: Expected, names: Expected) -> Expected:
-    """`found` without modules that `names` does not have."""
-    return Expected(
-        {path: value for path, value in found.given.items() if path in names.given},
-        {path: value for path, value in found.returned.items() if path in names.returned},
-        found.streams,
-        found.logits,
-    )
-
-
-def logits_error(stage: Stage) -> float:
-    """The relative error of the logits of all ranks; infinite where they cannot be computed."""
-    rec = record(stage.program, stage.ids, stage.weights, stage.host)
-    value = rec.values.get(("", result_of(stage.program).name))
-    assert stage.expected.logits is not None
-    if rec.stopped is not None or value is None:
-        return float("inf")
-    return difference(value, (stage.expected.logits,), partial=False)
-
-
-def locate(stage: Stage) -> Fault:
-    """The first operator that computes something else than it should, or is given something else."""
-    rec = record(stage.program, stage.ids, stage.weights, stage.host)
-    walk = _Walk(rec)
-    for factor in (1.0, 0.1, 0.01):  # what is small at first may grow on its way to the logits
-        walk = _walk(stage, rec, stage.limit * factor)
-        if walk.suspect is not None:
-            break
-    suspect = walk.suspect
-    if suspect is None:
+    In the order of execution, values are compared that modules are given and return, and those of the residual stream.
+    A module that returns something wrong is run again as it was before the pass, on the same inputs, node by node. If
+    it is right for what it is given, the wiring before it is wrong.
+    """
+    points, values = rec.points(), rec.shown()
+    parting = first_parting(values, stage.expected, stage.limit)
+    if parting is None:
         return _stopped(stage, rec)
-    if suspect.what == "returned":
-        fault = _in_module(stage, walk, suspect)
+    point, error = parting
+    known = [p for p in list(values)[: list(values).index(point)] if p in stage.expected]
+    # a module that returns what it should was given what it should
+    right = {points[p] for point in known for p in (point, ("given", point[1])) if p in points}
+    module = _called(rec, point)
+    if point[0] == "returned" and module is not None:
+        fault = _in_module(stage, rec, module, points.get(("given", point[1])) in right, error)
         if fault is not None:
             return fault
-    return locate_in_wiring(stage, walk.record, _slice(stage, walk, suspect))
+    return _in_wiring(stage, rec, point, module, right, error)
 
 
-def _walk(stage: Stage, rec: Record, limit: float) -> _Walk:
-    walk, expected = _Walk(rec), stage.expected
-    streams = _streams(stage)
-    result = result_of(stage.program)
-    for node in stage.program.graph.nodes:
-        if node.op == "placeholder":
-            walk.right.add(node)
-        if node not in rec.shards and node.op not in ("placeholder", "output"):
-            break
-        checks: list[tuple[str, Ranks | None, Ranks, bool]] = []
-        value = rec.values.get(("", node.name))
-        if node.op == "call_module":
-            path, first = str(node.target), _first_input(node)
-            if path in expected.given:
-                checks.append(("given", rec.values.get(("", first.name)), expected.given[path], False))
-            if path in expected.returned:
-                checks.append(("returned", value, expected.returned[path], True))
-        elif (stream := marks(node).stream) in streams:
-            checks.append(("stream", value, streams[stream], False))
-        if node is result and expected.logits is not None:
-            checks.append(("logits", value, (expected.logits,), False))
-        for what, actual, right, partial in checks:
-            error = float("inf") if actual is None else difference(actual, right, partial=partial)
-            if error > limit:
-                walk.suspect = _Suspect(node, what, right, error)
-                return walk
-        if checks:
-            walk.right.add(node)
-            walk.right.update([_first_input(node)] if any(c[0] == "given" for c in checks) else [])
-    return walk
-
-
-def _streams(stage: Stage) -> dict[int | None, Ranks]:
-    """The stream's values as the reference has them, by their number in the program: a parallel layer makes one value
-    where the model made several."""
-    known, program = stage.expected.streams, stage.program
-    numbers = {marks(n).stream for n in program.graph.nodes} - {None}
-    if len(known) in numbers or len(known) - 1 in numbers or not known:  # a faulty program may lack some
-        return {number: known[number] for number in known}  # keys that may also be None
-    try:
-        now, origin = (by_layer(residual_blocks(p)) for p in (program, program.origin or program))
-    except (RewriterError, KeyError):
-        return {}
-    found: dict[int | None, Ranks] = {0: known[0]}
-    number = passed = 0
-    for layer, blocks in now.items():
-        for _ in blocks:
-            number, passed = number + 1, passed + len(origin[layer]) // len(blocks)
-            found[number] = known[passed]
-    return found if passed + 1 == len(known) else {}
-
-
-def _in_module(stage: Stage, walk: _Walk, suspect: _Suspect) -> Fault | None:
-    """The fault inside the module that `suspect` calls; None where it does with its input what it should."""
-    node, path = suspect.node, str(suspect.node.target)
-    inputs = [walk.record.shards[a] for a in node.args if isinstance(a, fx.Node)]
-    module = stage.program.modules[path]
-    actual, inner = record_module(stage.program, module, path, inputs, stage.ids, stage.weights, stage.host)
-    before = stage.before
-    if before is None or path not in before.modules:
-        first = _first_input(node)
-        if first not in walk.right and path not in stage.expected.given:
-            return None
-        return locate_inside(stage, path, inner, None, suspect.error)
-    returned, earlier = record_module(
-        before, before.modules[path], path, inputs, stage.ids, stage.weights_before, stage.host
-    )
-    if actual is not None and returned is not None and difference(actual, returned) <= stage.limit:
-        return None
-    return locate_inside(stage, path, inner, earlier, suspect.error)
-
-
-def _slice(stage: Stage, walk: _Walk, suspect: _Suspect) -> Slice:
-    """The wiring between what is known to be right and the first wrong value."""
-    node = suspect.node
-    if suspect.what == "given":
-        ends = [_first_input(node)]
-    elif suspect.what == "returned":
-        ends = [a for a in node.args if isinstance(a, fx.Node)]
-    else:
-        ends = [node]
-    known = walk.right - ({node} if suspect.what in ("stream", "logits") else set())
-    found: dict[fx.Node, None] = {}
-    todo = list(ends)
-    while todo:
-        current = todo.pop(0)
-        if current in found or current in known or current.op in ("call_module", "placeholder", "get_attr"):
-            continue
-        found[current] = None
-        todo += current.all_input_nodes
-    order = {n: i for i, n in enumerate(stage.program.graph.nodes)}
-    inside = sorted(found, key=order.__getitem__)
-    expected = suspect.expected if suspect.what != "returned" else None
-    return Slice(node, ends, inside, expected, suspect.error, reads=suspect.what in ("given", "returned"))
+def _called(rec: Record, point: Point) -> fx.Node | None:
+    calls = (n for (prefix, _), n in rec.nodes.items() if not prefix and n.op == "call_module")
+    return next((n for n in calls if point[0] in ("given", "returned") and n.target == point[1]), None)
 
 
 def _stopped(stage: Stage, rec: Record) -> Fault:
-    """Where the program cannot be run, and nothing before it is wrong."""
-    if rec.stopped is None:
-        return Fault(stage.name, None, "", "", "the logits differ, but no value of it does by itself")
-    node, why = rec.stopped
+    """A program that cannot be run, and of which nothing is wrong before that."""
+    node, why = rec.stopped or (None, "its logits are not known")
     if node is None:
-        return Fault(stage.name, None, "", "", why)
+        return Fault(stage.name, cause=why)
     path = str(node.target) if node.op == "call_module" else ""
-    if path:
-        fault = _in_module(stage, _Walk(rec), _Suspect(node, "returned", (), float("inf")))
-        if fault is not None:
-            return fault
-    layer, cause = layer_of_node(stage.program, node), f"it cannot be computed: {why}"
-    return Fault(stage.name, layer, operator_of(node), "", cause, node.name, text_of(node))
+    layer = layer_of_node(stage.program, node)
+    changed = _module_difference(stage, path) if path else _wiring_difference(stage, {layer})
+    return Fault(stage.name, layer, path, text_of(node), f"it cannot be computed: {why}", changed)
 
 
-def _first_input(node: fx.Node) -> fx.Node:
-    """The first tensor that a module is called with."""
-    return next((a for a in node.args if isinstance(a, fx.Node)), node)
+# --- inside of a module ----------------------------------------------------------------------------------------------
 
 
-def result_of(program: Program) -> fx.Node:
-    """The node that computes the logits."""
-    output = next(n for n in program.graph.nodes if n.op == "output")
-    found: fx.Node = args_of(output)[0]
-    return found
+def _in_module(stage: Stage, rec: Record, node: fx.Node, given_right: bool, error: float) -> Fault | None:
+    """The first node inside the module that `node` calls whose value is wrong; None where the module computes what it
+    should of its inputs."""
+    path = str(node.target)
+    inputs = [rec.shards[a] for a in node.args if isinstance(a, fx.Node)]
+    inner = record(stage.program, stage.ids, stage.weights, stage.host, path, inputs)
+    earlier: Record | None = None
+    if stage.before is not None and path in stage.before.modules:
+        earlier = record(stage.before, stage.ids, stage.weights_before, stage.host, path, inputs)
+        both = inner.result, earlier.result
+        if both[0] is not None and both[1] is not None and difference(both[0], both[1]) <= stage.limit:
+            return None
+    elif not given_right:
+        return None
+    for key, value in inner.values.items():
+        expected = _shown_inside(stage.expected, key, inner.nodes[key]) if earlier is None else earlier.values.get(key)
+        if expected is None or (inside := difference(value, expected)) <= stage.limit:
+            continue
+        if not reordered(value, expected, stage.limit):
+            wrong, body = inner.nodes[key], key[0].rstrip(".")
+            where = key[0] + str(wrong.target) if wrong.op == "call_module" else body
+            changed, layer = _module_difference(stage, body or path), layer_of_path(stage.program, path)
+            return Fault(stage.name, layer, where or path, text_of(wrong), "", changed, inside)
+    cause = "" if inner.stopped is None else f"it cannot be computed: {inner.stopped[1]}"
+    changed = _module_difference(stage, path)
+    return Fault(stage.name, layer_of_path(stage.program, path), path, text_of(node), cause, changed, error)
+
+
+def _shown_inside(expected: Values, key: Key, node: fx.Node) -> Ranks | None:
+    """The reference's value of a node inside a module: the result of one inside, or what one inside is given."""
+    prefix = key[0]
+    if node.op == "call_module":
+        return expected.get(("returned", prefix + str(node.target)))
+    users = [u for u in node.users if u.op == "call_module" and first_input(u) is node]
+    return next((expected.get(("given", prefix + str(u.target))) for u in users), None)
+
+
+# --- between modules -------------------------------------------------------------------------------------------------
+
+
+def _in_wiring(
+    stage: Stage, rec: Record, point: Point, reader: fx.Node | None, right: Collection[Key], error: float
+) -> Fault:
+    """The wrong value that `reader` (None: nothing) is given, or the read of a value that is right but another one."""
+    value = rec.nodes[rec.points()[point]] if reader is None else first_input(reader)
+    if reader is None or ("", value.name) not in right:
+        layer = layer_of_node(stage.program, value)
+        return Fault(stage.name, layer, "", text_of(value), "", _wiring_difference(stage, {layer}), error)
+    path = str(reader.target)
+    layer = layer_of_path(stage.program, path)
+    meant = stage.expected[point] if point[0] == "given" else None
+    wiring = (v for (prefix, _), v in rec.values.items() if not prefix)
+    lost = None
+    if meant is not None and not any(difference(v, meant, partial=False) <= stage.limit for v in wiring):
+        lost = _lost(stage, reader)
+    if lost is not None and stage.before is not None:
+        gone = layer_of_node(stage.before, lost)
+        cause = f"it is gone: {reader.name} reads {value.name}"
+        return Fault(stage.name, gone, "", text_of(lost), cause, _wiring_difference(stage, {gone, layer}), error)
+    cause = f"it reads {value.name}, which is not what it should read"
+    return Fault(stage.name, layer, path, text_of(reader), cause, _wiring_difference(stage, {layer}), error)
+
+
+def _lost(stage: Stage, reader: fx.Node) -> fx.Node | None:
+    """The statement that `reader` read before the pass, where it is gone."""
+    before = () if stage.before is None else stage.before.graph.nodes
+    now = {n.name for n in stage.program.graph.nodes}
+    reads = (source for n in before if n.name == reader.name for source in n.all_input_nodes)
+    return next((n for n in reads if n.name not in now and n.target not in _EXCHANGES), None)
+
+
+# --- statements ------------------------------------------------------------------------------------------------------
+
+
+def text_of(node: fx.Node) -> str:
+    """`name = operation(arguments)`, with names of the graph."""
+    return statement(node, lambda n: str(n.target) if n.op == "get_attr" else n.name)
+
+
+def layer_of_path(program: Program, path: str) -> int | None:
+    """The decoder layer that a module belongs to."""
+    prefix = program.source.layers + "."
+    first = path.removeprefix(prefix).partition(".")[0]
+    return int(first) if path.startswith(prefix) and first.isdigit() else None
+
+
+def layer_of_node(program: Program, node: fx.Node) -> int | None:
+    """The decoder layer of a wiring node: its own, else that of the values that it is made from."""
+    seen, todo = set(), [node]
+    while todo:
+        current = todo.pop(0)
+        if (layer := marks(current).layer) is not None:
+            return layer
+        if current.op == "call_module":
+            return layer_of_path(program, str(current.target))
+        if current not in seen:
+            seen.add(current)
+            todo += current.all_input_nodes
+    return None
+
+
+def _wiring_difference(stage: Stage, layers: Collection[int | None]) -> list[str]:
+    """The wiring of some layers before the pass and after it."""
+
+    def lines(program: Program) -> list[str]:
+        computed = (n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
+        return [text_of(n) for n in computed if layer_of_node(program, n) in layers]
+
+    return [] if stage.before is None else changed_lines(lines(stage.before), lines(stage.program), stage.name)
+
+
+def _module_difference(stage: Stage, path: str) -> list[str]:
+    """The IR of a module, and its parameters with what ranks hold of them, before the pass and after it."""
+
+    def lines(program: Program) -> list[str]:
+        module = dict(walk_modules(program.modules)).get(path)
+        text = (
+            body_text(module, lambda m: getattr(m, "class_name", str(m)), True) if isinstance(module, Body) else module
+        )
+        held = {n: p for n, p in program.parameters.items() if n.startswith(f"{path}.")}
+        parameters = [
+            f"{n}{list(p.shape)} = {p.expression}" + ("" if p.ranges is None else f", dim {p.dim}: {p.ranges}")
+            for n, p in held.items()
+        ]
+        return [*str(text).splitlines(), *parameters]
+
+    return [] if stage.before is None else changed_lines(lines(stage.before), lines(stage.program), stage.name)
+
+
+def changed_lines(before: Sequence[str], after: Sequence[str], name: str) -> list[str]:
+    """A unified diff with two lines of context; empty where nothing changed."""
+    return list(difflib.unified_diff(before, after, "before", f"after {name}", lineterm="", n=2))

@@ -1,21 +1,21 @@
-"""What every node of a program computes, on all ranks, while it is simulated."""
+"""The values of a program's nodes, on all ranks, while it is simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from rewriter import ops
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
-from rewriter.explain.bisect.values import Ranks
-from rewriter.ir import Module, Program
+from rewriter.explain.bisect.values import LOGITS, Point, Ranks, Values
+from rewriter.ir import Program, args_of
+from rewriter.ir.marks import marks
 from rewriter.sequence.token_layout import join_tokens
-from rewriter.verify.simulate import RankValues, Shards, Simulator
+from rewriter.verify.simulate import Shards, Simulator
 
 Key = tuple[str, str]
 """(path of the body with a dot after it, empty for the wiring; name of the node in its graph)."""
@@ -23,16 +23,51 @@ Key = tuple[str, str]
 
 @dataclass
 class Record:
-    """Values by node, in the order of execution. `stopped` is the node that could not be computed, and why.
+    """Values by node, in the order of execution, and the wiring's as the simulation holds them (`shards`).
 
-    `shards` are the wiring's values as the simulation holds them; `modules` those of every called module, by path.
+    `result` is what a module returns that was run alone. `stopped` is the node of the wiring that could not be
+    computed, and why.
     """
 
     nodes: dict[Key, fx.Node] = field(default_factory=dict)
     values: dict[Key, Ranks] = field(default_factory=dict)
     shards: dict[fx.Node, Shards] = field(default_factory=dict)
-    modules: dict[str, Ranks] = field(default_factory=dict)
+    result: Ranks | None = None
     stopped: tuple[fx.Node | None, str] | None = None
+
+    def points(self, nested: bool = False) -> dict[Point, Key]:
+        """The nodes that give the values at points: of modules that the wiring calls, with `nested` of those inside."""
+        points: dict[Point, Key] = {}
+        for key, node in self.nodes.items():
+            prefix, _ = key
+            if prefix and not nested:
+                continue
+            if node.op == "call_module":
+                path, source = prefix + str(node.target), first_input(node)
+                if (prefix, source.name) in self.values and source is not node:
+                    points["given", path] = prefix, source.name
+                points["returned", path] = key
+            elif not prefix and (number := marks(node).stream) is not None:
+                points["stream", str(number)] = key
+        last = next(iter(self.nodes.values()), None)
+        if last is not None and self.stopped is None:
+            points[LOGITS] = "", result_of(last.graph).name
+        return points
+
+    def shown(self, nested: bool = False) -> Values:
+        """The values at those points."""
+        return {point: self.values[key] for point, key in self.points(nested).items() if key in self.values}
+
+
+def first_input(node: fx.Node) -> fx.Node:
+    """The first tensor that a module is called with; the node itself where there is none."""
+    return next((a for a in node.args if isinstance(a, fx.Node)), node)
+
+
+def result_of(graph: fx.Graph) -> fx.Node:
+    """The node that computes the logits."""
+    result: fx.Node = args_of(next(n for n in graph.nodes if n.op == "output"))[0]
+    return result
 
 
 class _Recorder(Simulator):
@@ -50,13 +85,9 @@ class _Recorder(Simulator):
             self.record.shards[node] = value
         if prefix and not self.inside and node.op != "call_module":
             return
-        found = self.whole(value)
-        if found is None:
-            return
-        key = (prefix, node.name)
-        self.record.nodes[key], self.record.values[key] = node, found
-        if node.op == "call_module":
-            self.record.modules[prefix + str(node.target)] = found
+        whole = self.whole(value)
+        if whole is not None:
+            self.record.nodes[prefix, node.name], self.record.values[prefix, node.name] = node, whole
 
     def whole(self, value: Shards) -> Ranks | None:
         """A value of all tokens, by rank of "tp"; None where it is no tensor, or how it is sharded is not known."""
@@ -89,56 +120,26 @@ def record(
     ids: torch.Tensor,
     weights: Mapping[str, torch.Tensor],
     host: nn.Module | None = None,
-    inside: bool = False,
+    module: str = "",
+    inputs: Sequence[Shards] = (),
 ) -> Record:
-    """What the wiring of `program` and the modules it calls compute for `ids` [B, S] (int64), with `inside` all nodes.
+    """Values of the wiring of `program` and of the modules it calls for `ids` [B, S] (int64).
 
-    A node that cannot be computed ends the record; it is named in `stopped`.
+    With the path of a `module`: values of all nodes inside it, given `inputs`. What cannot be computed ends the record;
+    it is named in `stopped`.
     """
-    simulator = _Recorder(program, weights, host, inside)
-    _guarded(simulator, lambda: simulator.run(ids))
-    return simulator.record
-
-
-@torch.no_grad()
-def record_module(
-    program: Program,
-    module: Module,
-    path: str,
-    inputs: list[Shards],
-    ids: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-    host: nn.Module | None = None,
-) -> tuple[Ranks | None, Record]:
-    """(what `module` at `path` of `program` returns for `inputs`, the values of all nodes inside)."""
-    simulator = _Recorder(program, weights, host, inside=True)
-    simulator.device, simulator.length = ids.device, ids.shape[1]
-    if simulator.host is not None:
-        simulator.host.run(ids, None)
-    result: list[Ranks | None] = [None]
-
-    def run() -> None:
-        result[0] = simulator.whole(simulator._module(module, path, inputs))
-
-    _guarded(simulator, run)
-    return result[0], simulator.record
-
-
-def _guarded(simulator: _Recorder, run: Callable[[], Any]) -> None:
-    """Run a simulation; what stops it becomes part of the record."""
+    simulator = _Recorder(program, weights, host, inside=bool(module))
+    rec = simulator.record
     try:
-        run()
+        if module:
+            simulator.device, simulator.length = ids.device, ids.shape[1]
+            if simulator.host is not None:
+                simulator.host.run(ids, None)
+            rec.result = simulator.whole(simulator._module(program.modules[module], module, list(inputs)))
+        else:
+            simulator.run(ids)
     except (RewriterError, RuntimeError, IndexError, KeyError, TypeError, ValueError) as error:
-        graph, shards = simulator.program.graph, simulator.record.shards
-        waiting = (n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output") and n not in shards)
-        simulator.record.stopped = (next(waiting, None), " ".join(str(error).split()))
-
-
-def attention_inputs(value: Any) -> RankValues:
-    """A context of no cache, as every rank gets it."""
-    return RankValues((value,))
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether ranks exchange something at a node."""
-    return node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather)
+        computed = (n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
+        waiting = next((node for node in computed if node not in rec.shards), None)
+        rec.stopped = (waiting, " ".join(str(error).split()))
+    return rec
