@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rewriter.adapt.adaptation import AdaptReport
-    from rewriter.bisect.finding import Bisection
     from rewriter.convert.report import ConversionReport
-    from rewriter.diff.compare import DiffReport
     from rewriter.emit.manifest import Manifest
+    from rewriter.explain.bisect.finding import Bisection
+    from rewriter.explain.diff.compare import DiffReport
     from rewriter.ir import Program
     from rewriter.predict.results import RecipeComparison
     from rewriter.predict.validation import Validation
@@ -111,18 +111,17 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
 
 
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str] | None = None, **options: Any) -> DiffReport:
-    """What a recipe changed, or two outputs differ in: `rewriter.diff.compare.diff` has the options.
+    """What a recipe changed, or two outputs differ in: `rewriter.explain.diff.compare.diff` has the options.
 
     diff("out"); diff("out", "other"); diff("model", recipe="ladder", tp=8).to_html()
     """
-    from rewriter.diff.compare import diff
+    from rewriter.explain.diff.compare import diff
 
     return diff(first, second, **options)
 
 
 def bisect(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str] | None = None,
+    directory: str | os.PathLike[str],
     *,
     recipe: str | os.PathLike[str] | Recipe | None = None,
     source: str | os.PathLike[str] | None = None,
@@ -133,32 +132,25 @@ def bisect(
     trust_remote_code: bool = False,
     progress: Callable[..., None] = lambda *_: None,
 ) -> Bisection:
-    """The first pass, layer and operator at which something computes what it should not; `fault` is None where nothing
-    does.
+    """The first pass, layer and statement that computes something else than it should; `fault` is None where none does.
 
-    `first` is an output of rewriter, compared with what its recipe makes of its `source`; with `second`, both should
-    compute the same; with `recipe`, `first` is a model, and the recipe's passes are compared one by one with their
-    references on `tp` × `sp` ranks. `weights` says what passes are run on: a shrunken copy (the default with `recipe`)
-    or the real ones. Raises RewriterError for bad input.
+    `directory` is an output of rewriter, compared with what its recipe makes of its `source`; with `recipe` it is a
+    model, and the recipe's passes are compared one by one with their references on `tp` × `sp` ranks. `weights` says
+    what passes are run on: a shrunken copy (the default with `recipe`) or the real ones. Raises RewriterError for bad
+    input.
     """
     common: dict[str, Any] = dict(trust_remote_code=trust_remote_code, progress=progress)
     if recipe is not None:
-        if second is not None or source is not None:
-            raise RewriterError("--recipe bisects one model: leave out B and --source, or leave out --recipe")
-        from rewriter.bisect.recipe import bisect_recipe
+        if source is not None:
+            raise RewriterError("--recipe bisects a model, which has no source: leave out --source or --recipe")
+        from rewriter.explain.bisect.passes import bisect_recipe
 
-        return bisect_recipe(first, recipe, tp=tp, sp=sp, weights=weights or "shrunken", set=set, **common)
+        return bisect_recipe(directory, recipe, tp=tp, sp=sp, weights=weights or "shrunken", set=set, **common)
     if (tp, sp) != (1, 1) or set:
         raise RewriterError("--tp, --sp and --set are for --recipe: an output has its own")
-    if second is not None:
-        if source is not None or weights == "shrunken":
-            raise RewriterError("two directories are compared on their own weights: leave out --source and --weights")
-        from rewriter.bisect.pair import bisect_pair
+    from rewriter.explain.bisect.output import bisect_output
 
-        return bisect_pair(first, second, **common)
-    from rewriter.bisect.output import bisect_output
-
-    return bisect_output(first, source=source, weights=weights or "real", **common)
+    return bisect_output(directory, source=source, weights=weights or "real", **common)
 
 
 def reshard(directory: str | os.PathLike[str], tp: int, **options: Any) -> dict[str, Any]:
@@ -187,7 +179,7 @@ def inspect(
 
     With `sp` ranks that share the tokens of a sequence: for sequences of `tokens`.
     """
-    from rewriter.inspect.inspection import inspect
+    from rewriter.explain.inspection import inspect
 
     return inspect(model, recipe, tp, trust_remote_code=trust_remote_code, sp=sp, tokens=tokens)
 

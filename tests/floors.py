@@ -15,12 +15,12 @@ COMPILER = [
     {"analysis"},
     {"passes", "tracing"},
     {"emit", "recipes"},
-    {"inspect", "verify"},
+    {"verify"},
     {"convert", "coverage"},
 ]
 RUNTIME = [{"runtime"}, {"training", "emulation"}]
 TOP = [
-    {"predict", "adapt", "serving", "bisect", "diff", "doctor"},
+    {"predict", "adapt", "serving", "doctor", "explain"},
     {"search"},
     {"api"},
     {"__init__"},

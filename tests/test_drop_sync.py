@@ -14,7 +14,7 @@ import zoo
 import rewriter as rw
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import pass_measurements as calibrate_module
-from rewriter.inspect.inspection import inspect
+from rewriter.explain.inspection import inspect
 from rewriter.ir import Program
 from rewriter.passes.base import record
 from rewriter.passes.desync import desynchronise

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.common.errors import RewriterError
-from rewriter.inspect.inspection import inspect
+from rewriter.explain.inspection import inspect
 from rewriter.ops import SequencePlan
 from rewriter.recipes.apply import load_recipe
 

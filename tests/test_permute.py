@@ -388,7 +388,7 @@ def test_an_order_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_inspection_leaves_the_order() -> None:
-    from rewriter.inspect.inspection import inspect
+    from rewriter.explain.inspection import inspect
 
     config = zoo.config("llama")
     config.num_hidden_layers = 2

@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 from rewriter import api
 from rewriter.analysis.sequence_layout import bytes_per_token, sequence_plan
 from rewriter.common.errors import RewriterError
-from rewriter.inspect.sequence_table import sequence
+from rewriter.explain.sequence_table import sequence
 from rewriter.ir import Program
 from rewriter.kernels import dequantize, quantize
 from rewriter.passes import available

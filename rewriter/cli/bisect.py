@@ -1,4 +1,4 @@
-"""`rewrite bisect A [B]`: the first pass, layer and operator at which a computation goes wrong."""
+"""`rewrite bisect DIR`: the first pass, layer and statement at which a computation goes wrong."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rewriter.common.fork_server import start_early
 
 
 def bisect(
-    first: Annotated[str, typer.Argument(metavar="A", help="An output that does not verify; with --recipe, a model.")],
-    second: Annotated[str | None, typer.Argument(metavar="[B]", help="An output that A should agree with.")] = None,
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="An output that does not verify; with --recipe, a model.")
+    ],
     recipe: Annotated[
-        str | None, typer.Option(help="A is a model: find the pass of this recipe that goes wrong on it.")
+        str | None, typer.Option(help="DIR is a model: find the pass of this recipe that goes wrong on it.")
     ] = None,
     source: options.SourceModel = None,
     weights: Annotated[
@@ -27,7 +28,7 @@ def bisect(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Find the first pass, layer and operator at which an output parts from what it should compute.
+    """Find the first pass, layer and statement at which an output parts from what it should compute.
 
     Exit code 3 where they part, 0 where they do not.
     """
@@ -39,7 +40,7 @@ def bisect(
         from rewriter import api
 
         found = api.bisect(
-            first, second, recipe=recipe, source=source, weights=weights, tp=tp, sp=sp, set=parse_overrides(set or []),
+            directory, recipe=recipe, source=source, weights=weights, tp=tp, sp=sp, set=parse_overrides(set or []),
             trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
     if json:

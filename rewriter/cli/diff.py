@@ -56,7 +56,7 @@ def diff(
         return
     from rich.console import Console
 
-    from rewriter.diff.terminal import ir_difference, side_by_side
+    from rewriter.explain.diff.terminal import ir_difference, side_by_side
 
     console = Console(highlight=False)
     console.print(found)

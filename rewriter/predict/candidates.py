@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from rewriter.common.errors import RewriterError
-from rewriter.inspect.rules import unfired, without_measurements
 from rewriter.ir import Program
 from rewriter.predict.analytic import Candidate
 from rewriter.predict.results import SkippedRecipe
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import Applied, apply_recipe, load_recipe
 from rewriter.recipes.catalogue import library
+from rewriter.recipes.unfired import unfired, without_measurements
 
 
 @dataclass

@@ -1,13 +1,13 @@
-"""What a bisection found: where two computations part, in words, as JSON and on the terminal."""
+"""Result of a bisection: the place where two computations part, as JSON and on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.syntax import Syntax
 from rich.text import Text
 
 from rewriter.common.numbers import json_text
@@ -16,24 +16,21 @@ from rewriter.common.tables import WIDE, plain_table
 
 @dataclass(frozen=True)
 class Fault:
-    """Where they part.
+    """The place where they part.
 
     `stage` is the pass, or what else made it: "tracing", "weights", "adapted checkpoint", "sharded module". `layer` is
-    None outside of the layers. `operator` is the operation, `module` the path of what it belongs to, `node` its name
-    in the IR. `actual` and `expected` are its statements, or what else can be set side by side. `cause` says in a
-    sentence what is wrong; `others` are operators that could not be told from it.
+    None outside of the layers, `module` a path, empty between modules. `statement` is the first statement of the IR,
+    the line of code or the tensor that is wrong. `cause` says what is known beyond that. `difference` is a unified
+    diff, from before the pass, or from what should be written, to what is there. `error` is relative.
     """
 
     stage: str
-    layer: int | None
-    operator: str
-    module: str
-    cause: str
-    node: str = ""
-    actual: str = ""
-    expected: str = ""
+    layer: int | None = None
+    module: str = ""
+    statement: str = ""
+    cause: str = ""
+    difference: Sequence[str] = ()
     error: float | None = None
-    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Step:
 
 @dataclass
 class Bisection:
-    """What `rewrite bisect` reports. `fault` is None where nothing parts; `on` says which weights were run."""
+    """Report of `rewrite bisect`. `fault` is None where nothing parts; `on` says which weights were run."""
 
     what: str
     on: str = ""
@@ -66,8 +63,8 @@ class Bisection:
         if fault is None:
             return "Nothing parts: every stage computes what it should."
         where = f"layer {fault.layer}" if fault.layer is not None else "outside of the layers"
-        module = f" ({fault.module})" if fault.module and fault.module not in fault.operator else ""
-        return f"They part in {fault.stage}, {where}, at {fault.operator}{module}: {fault.cause}"
+        parts = (fault.module, fault.statement, fault.cause)
+        return f"They part in {fault.stage}, {where}: {'; '.join(filter(None, parts))}"
 
     def __rich__(self) -> RenderableType:
         table = plain_table(None, self.what, "", "", whole=(self.what,), numbers=("",), **WIDE)
@@ -79,25 +76,20 @@ class Bisection:
         if self.fault is None:
             parts.append(Text(self.sentence(), "bold"))
         else:
-            parts += [_facts(self.fault)]
+            fault = self.fault
+            facts = {
+                "layer": "outside of the layers" if fault.layer is None else str(fault.layer),
+                "module": fault.module,
+                "statement": fault.statement,
+                "relative error": "" if fault.error is None else f"{fault.error:.1e}",
+                "why": fault.cause,
+            }
+            table = plain_table(None, "they part in", fault.stage, whole=("they part in",), **WIDE)
+            for name, value in facts.items():
+                if value:
+                    table.add_row(name, escape(value))
+            parts.append(table)
+            if fault.difference:
+                parts += [Text(), Syntax("\n".join(fault.difference), "diff", background_color="default"), Text()]
         parts += [Text(note, "dim") for note in self.notes]
         return Group(*parts)
-
-
-def _facts(fault: Fault) -> RenderableType:
-    table = plain_table(None, "they part in", fault.stage, whole=("they part in",), **WIDE)
-    rows: Sequence[tuple[str, Any]] = [
-        ("layer", "outside of the layers" if fault.layer is None else fault.layer),
-        ("operator", fault.operator),
-        ("module", fault.module),
-        ("node", fault.node),
-        ("is", fault.actual),
-        ("should be", fault.expected),
-        ("relative error", None if fault.error is None else f"{fault.error:.1e}"),
-        ("not told apart from", ", ".join(fault.others)),
-        ("why", fault.cause),
-    ]
-    for name, value in rows:
-        if value not in ("", None):
-            table.add_row(name, escape(str(value)))
-    return table

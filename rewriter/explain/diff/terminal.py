@@ -10,10 +10,16 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from rewriter.analysis.layer_wiring import WiredLayers, reads_in_words
 from rewriter.common.numbers import digits
 from rewriter.common.tables import WIDE, plain_table
-from rewriter.diff.differences import CodeDifference, Differences, PassDifference, TensorDifferences
+from rewriter.explain.diff.differences import (
+    CodeDifference,
+    Differences,
+    PassDifference,
+    TensorDifferences,
+    norm_text,
+    wired_cells,
+)  # fmt: skip
 
 _MOST = 20  # lines of a list
 
@@ -36,9 +42,8 @@ def tables(found: Differences) -> RenderableType:
 
 def _facts(found: Differences) -> Table:
     table = plain_table(None, "", found.before, found.after, **WIDE)
-    for name, (before, after) in found.facts.items():
-        if (before, after) != ("–", "–"):
-            table.add_row(name, escape(before), escape(after) if before == after else f"[bold]{escape(after)}[/]")
+    for name, (before, after) in found.known_facts.items():
+        table.add_row(name, escape(before), escape(after) if before == after else f"[bold]{escape(after)}[/]")
     return table
 
 
@@ -47,7 +52,7 @@ def _passes(passes: Sequence[PassDifference]) -> Table:
     for entry in passes:
         where = "" if entry.where == "both" else f"only in {entry.where}: "
         table.add_row(f"[bold]{escape(entry.name)}[/]", escape(where + entry.summary))
-        changes = [f"{name} {a} → {b}" for name, (a, b) in entry.operators.items()]
+        changes = entry.changes
         if entry.reads:
             changes.append(f"{len(entry.reads)} blocks read other values")
         if " | " in entry.options:
@@ -60,18 +65,13 @@ def _passes(passes: Sequence[PassDifference]) -> Table:
 def _layers(found: Differences) -> Table:
     table = plain_table(None, "layers", "", "reads", "collectives", "bytes/token", whole=("layers",), **WIDE)
     for layer in found.layers:
-        name = f"{layer.first}" if layer.first == layer.last else f"{layer.first}–{layer.last}"
+        before, after = ([escape(cell) for cell in wired_cells(side)] for side in (layer.before, layer.after))
         if layer.same:
-            table.add_row(name, "same", *_wired(layer.before))
-            continue
-        table.add_row(name, escape(found.before), *_wired(layer.before), style="dim")
-        table.add_row("", escape(found.after), *_wired(layer.after))
+            table.add_row(layer.name, "same", *before)
+        else:
+            table.add_row(layer.name, escape(found.before), *before, style="dim")
+            table.add_row("", escape(found.after), *after)
     return table
-
-
-def _wired(layers: WiredLayers) -> tuple[str, str, str]:
-    hidden = f", {layers.hidden} hidden" if layers.hidden else ""
-    return escape(reads_in_words(layers.blocks)), f"{layers.collectives}{hidden}", f"{layers.bytes_per_token:,}"
 
 
 def _code(code: Sequence[CodeDifference]) -> Table:
@@ -97,12 +97,8 @@ def side_by_side(code: Sequence[CodeDifference], width: int) -> RenderableType:
                 table.add_row("", "[dim]⋯[/]", "", "[dim]⋯[/]")
                 continue
             style = {"same": "dim", "removed": "red", "added": "green", "changed": "yellow"}[kind]
-            cells = [
-                cell
-                for side in (left, right)
-                for cell in (("", "") if side is None else (str(side[0]), escape(side[1])))
-            ]
-            table.add_row(*cells, style=style)
+            (before, old), (after, new) = (side or ("", "") for side in (left, right))
+            table.add_row(str(before), escape(old), str(after), escape(new), style=style)
         parts += [table, Text()]
     return Group(*parts) if parts else Text("The generated code is the same.", "dim")
 
@@ -119,18 +115,16 @@ def ir_difference(passes: Sequence[PassDifference]) -> RenderableType:
 def _tensors(found: TensorDifferences) -> list[RenderableType]:
     table = plain_table(None, "tensors", "", whole=("tensors",), **WIDE)
     table.add_row("same", f"{found.same:,} ({digits(found.same_bytes / 1e6)} MB)")
-    for name, count in (("renamed", found.renamed), ("changed", found.changed), ("removed", found.removed),
-                        ("added", found.added)):  # fmt: skip
-        if count:
-            table.add_row(name, f"{len(count):,}")
+    for name, count in found.counts.items():
+        table.add_row(name, f"{count:,}")
     parts: list[RenderableType] = [table]
     if found.changed:
         columns = ("changed", "what", "‖before‖", "‖after‖", "‖after − before‖")
         changed = plain_table(None, *columns, numbers=columns[2:], fold=("changed",), **WIDE)
         for each in found.changed[:_MOST]:
             kinds = "" if each.before == each.after else f" ({each.before} → {each.after})"
-            changed.add_row(escape(each.name), escape(each.what + kinds), *(_norm(n) for n in (
-                each.norm_before, each.norm_after, each.norm_difference)))  # fmt: skip
+            norms = map(norm_text, (each.norm_before, each.norm_after, each.norm_difference))
+            changed.add_row(escape(each.name), escape(each.what + kinds), *norms)
         if len(found.changed) > _MOST:
             changed.add_row(f"… {len(found.changed) - _MOST} more (--json, --html: all)", "", "", "", "")
         parts += [Text(), changed]
@@ -141,7 +135,3 @@ def _tensors(found: TensorDifferences) -> list[RenderableType]:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             parts.append(Text(f"{title}: {', '.join(names[:5])}{more}"))
     return parts
-
-
-def _norm(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""What `rewrite diff` reports, as plain data: the terminal, the JSON and the page are made from it."""
+"""Report of `rewrite diff` as plain data: the terminal, the JSON and the page are made from it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rewriter.analysis.layer_wiring import WiredLayers
+from rewriter.analysis.layer_wiring import WiredLayers, reads_in_words
 from rewriter.common.numbers import json_text
+
+Row = tuple[str, tuple[int, str] | None, tuple[int, str] | None]
+"""(kind, line before, line after): lines are (number, text), None where a side has no such line."""
 
 
 @dataclass(frozen=True)
 class PassDifference:
-    """What one pass did to the IR.
+    """Effect of one pass on the IR.
 
     `where` is "both", or the side that alone has the pass. `operators` counts calls by operator, [before, after] the
     pass, of those whose number changed. `reads` are the blocks that read other values of the stream after it. `ir` is
@@ -28,6 +31,11 @@ class PassDifference:
     ir: Sequence[str]
     options: str = ""
 
+    @property
+    def changes(self) -> list[str]:
+        """The operators whose number changed: `all_reduce 0 → 9`."""
+        return [f"{name} {a} → {b}" for name, (a, b) in self.operators.items()]
+
 
 @dataclass(frozen=True)
 class LayerDifference:
@@ -40,20 +48,24 @@ class LayerDifference:
 
     @property
     def same(self) -> bool:
-        return _wiring(self.before) == _wiring(self.after)
+        sides = (self.before, self.after)
+        wiring, other = ((s.blocks, s.collectives, s.hidden, s.bytes_per_token) for s in sides)
+        return wiring == other
+
+    @property
+    def name(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}–{self.last}"
 
 
 @dataclass(frozen=True)
 class CodeDifference:
-    """One generated file beside another: rows of (line number, text) on each side, None where one has no such line.
-
-    `kind` of a row is "same", "changed", "added", "removed" or "gap" (same lines left out).
-    """
+    """One generated file beside another. The kind of a row is "same", "changed", "added", "removed" or "gap" (same
+    lines left out)."""
 
     title: str
     before: str
     after: str
-    rows: Sequence[tuple[str, tuple[int, str] | None, tuple[int, str] | None]]
+    rows: Sequence[Row]
     added: int
     removed: int
 
@@ -82,10 +94,16 @@ class TensorDifferences:
     removed: Sequence[str]
     added: Sequence[str]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many are not the same, by what became of them."""
+        lists = {"renamed": self.renamed, "changed": self.changed, "removed": self.removed, "added": self.added}
+        return {name: len(tensors) for name, tensors in lists.items() if tensors}
+
 
 @dataclass
 class Differences:
-    """All of it. `before` and `after` name the sides; `drawings` are SVG, one of each."""
+    """All differences. `before` and `after` name the sides; `drawings` are SVG, one of each."""
 
     before: str
     after: str
@@ -98,28 +116,35 @@ class Differences:
     drawings: tuple[str, str] = ("", "")
 
     @property
+    def known_facts(self) -> dict[str, tuple[str, str]]:
+        """The facts that are known of a side."""
+        return {name: values for name, values in self.facts.items() if values != ("–", "–")}
+
+    @property
     def same(self) -> bool:
-        """Whether nothing differs."""
-        tensors = self.tensors
-        moved = tensors is not None and any((tensors.renamed, tensors.changed, tensors.removed, tensors.added))
+        """True where nothing differs."""
+        moved = self.tensors is not None and bool(self.tensors.counts)
         changed = any(p.operators or p.reads or p.ir or p.options for p in self.passes)
         return not (moved or changed or any(not x.same for x in self.layers) or any(c.rows for c in self.code))
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values, without drawings."""
-        found = asdict(self)
-        del found["drawings"]
-        for layer, entry in zip(self.layers, found["layers"], strict=True):
-            entry["same"] = layer.same
-        return found
-
     def to_json(self) -> str:
-        """The report as JSON."""
-        return json_text({"same": self.same} | self.to_dict(), indent=2)
+        """The report as JSON, without drawings."""
+        data: dict[str, Any] = {"same": self.same} | asdict(self)
+        del data["drawings"]
+        for layer, entry in zip(self.layers, data["layers"], strict=True):
+            entry["same"] = layer.same
+        return json_text(data, indent=2)
 
     def _repr_html_(self) -> str:
         return "".join(f"<div>{drawing}</div>" for drawing in self.drawings)
 
 
-def _wiring(layers: WiredLayers) -> Any:
-    return layers.blocks, layers.collectives, layers.hidden, layers.bytes_per_token
+def wired_cells(layers: WiredLayers) -> tuple[str, str, str]:
+    """Cells of a table of layers: reads, collectives, bytes per token."""
+    hidden = f", {layers.hidden} hidden" if layers.hidden else ""
+    return reads_in_words(layers.blocks), f"{layers.collectives}{hidden}", f"{layers.bytes_per_token:,}"
+
+
+def norm_text(value: float | None) -> str:
+    """A norm with four digits."""
+    return "–" if value is None else f"{value:.4g}"

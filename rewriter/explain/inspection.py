@@ -1,7 +1,6 @@
-"""What `rewrite inspect` shows: blocks, collectives and memory of a model, before and after a recipe, from its config.
+"""`rewrite inspect`: blocks, collectives and memory of a model, before and after a recipe, from its config.
 
-The inspection is plain data; the tables (`rewriter.inspect.tables`) are made from it, so that JSON and terminal tell
-the same.
+The inspection is plain data; the tables (`inspection_tables`) are made from it, so that JSON and terminal agree.
 """
 
 from __future__ import annotations
@@ -30,22 +29,21 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.common.numbers import json_text
 from rewriter.common.text_settings import declared_dtype
-from rewriter.inspect.rules import standard_layers, unfired, without_measurements
-from rewriter.inspect.sequence_table import sequence, with_length
-from rewriter.inspect.tables import tables
+from rewriter.explain.inspection_tables import tables
+from rewriter.explain.sequence_table import sequence, with_length
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, load_recipe
+from rewriter.recipes.unfired import standard_layers, unfired, without_measurements
 from rewriter.tracing import trace_skeleton
 from rewriter.tracing.meta_model import build_skeleton, load_config
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found, as JSON values: `data["blocks"]`, `["communication"]`, `["sequence"]`, `["memory"]`, `["rules"]`
-    and the header.
+    """Blocks, communication, sequence, memory, rules and header of a model, as JSON values by these names.
 
     Printing it with rich gives tables.
     """
@@ -68,7 +66,7 @@ def inspect(
     sp: int = 1,
     tokens: int | None = None,
 ) -> Inspection:
-    """What `model` reads, writes, communicates and holds on `tp` ranks, and what `recipe` changes. Reads no weights.
+    """Reads, writes, communication and memory of `model` on `tp` ranks, and what `recipe` changes. Reads no weights.
 
     With `sp` ranks that share the tokens of a sequence, the plans for its attention, ranked for sequences of `tokens`,
     which is also what a recipe's sequence_parallel then plans for, unless it names a length itself.
@@ -89,7 +87,14 @@ def inspect(
     after = after or standard
     rules += [*unfired(after), *(standard_layers(after) if rewritten else [])]
     data = {
-        "model": _header(original, model),
+        "model": {
+            "name": os.fspath(model) if isinstance(model, (str, os.PathLike)) else original.source.model_type,
+            "type": original.source.model_type,
+            "architecture": original.source.architecture,
+            "layers": original.source.num_layers,
+            "parameters": sum(math.prod(p.shape) for p in original.parameters.values()),
+            "dtype": declared_dtype(original.source.config) or "float32",
+        },
         "mesh": dict(after.mesh),
         "tokens": tokens,
         "recipe": loaded.name if loaded is not None else None,
@@ -139,29 +144,14 @@ def _why_no_stream(program: Program) -> str | None:
     return None
 
 
-def _header(program: Program, model: Any) -> dict[str, Any]:
-    source = program.source
-    return {
-        "name": os.fspath(model) if isinstance(model, (str, os.PathLike)) else source.model_type,
-        "type": source.model_type,
-        "architecture": source.architecture,
-        "layers": source.num_layers,
-        "parameters": sum(math.prod(p.shape) for p in program.parameters.values()),
-        "dtype": declared_dtype(source.config) or "float32",
-    }
-
-
-# --- blocks ----------------------------------------------------------------------------------------------------------
-
-
 def _blocks(program: Program) -> list[dict[str, Any]]:
     blocks = residual_blocks(program)
     local = local_values(program.graph, program.parameters)
     own = {i for i, value in enumerate(stream_values(program.graph)) if value in local}
-    found: dict[int | None, list[Collective]] = {}
+    of_block: dict[int | None, list[Collective]] = {}
     for collective in collectives(program):
-        found.setdefault(collective.block, []).append(collective)
-    split = _split_modules(program)
+        of_block.setdefault(collective.block, []).append(collective)
+    split = tuple(name for name, parameter in program.parameters.items() if parameter.ranges is not None)
     return [
         {
             "block": block.index,
@@ -174,7 +164,7 @@ def _blocks(program: Program) -> list[dict[str, Any]]:
             "writes": f"x after {_name(block)}",
             "reductions": [
                 {"place": c.place, "bytes_per_token": c.bytes_per_token, "hidden": c.hidden}
-                for c in found.get(block.index, [])
+                for c in of_block.get(block.index, [])
             ],
             "dropped": any(marks(n).dropped for n in block.branch),
             "on_ranks": "one device" if not program.mesh else _on_ranks(program, block, split),
@@ -188,7 +178,7 @@ def _name(block: Block) -> str:
 
 
 def _reads(block: Block, blocks: Sequence[Block], own: Collection[int]) -> str:
-    """What a block reads, in words: the stream, whose, and which blocks' writes it does not see yet."""
+    """The values of the stream that a block reads: whose, and which blocks' writes it does not see yet."""
     parts = []
     for value in block.reads:
         base = f"x after {_name(blocks[value - 1])}" if value else "the embedding"
@@ -200,29 +190,19 @@ def _reads(block: Block, blocks: Sequence[Block], own: Collection[int]) -> str:
     return " and ".join(parts) or "nothing of the stream"
 
 
-def _split_modules(program: Program) -> set[str]:
-    """Paths of the modules that hold a split parameter, each with all paths above."""
-    paths: set[str] = set()
-    for name, parameter in program.parameters.items():
-        if parameter.ranges is not None:
-            while "." in name:
-                name = name.rpartition(".")[0]
-                paths.add(name)
-    return paths
-
-
-def _on_ranks(program: Program, block: Block, split: set[str]) -> str:
+def _on_ranks(program: Program, block: Block, split: Collection[str]) -> str:
+    """How ranks share the modules of a block; `split` are the parameters that they hold parts of."""
     called = [str(n.target) for n in block.branch if n.op == "call_module"]
-    parts = [path in split for path in called if computes(program.modules[path])]
+    parts = [any(n.startswith(f"{path}.") for n in split) for path in called if computes(program.modules[path])]
     return "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
 
 
 def _traffic(program: Program) -> dict[str, Any]:
-    found = collectives(program)
-    travel = quantized(found)
+    messages = collectives(program)
+    travel = quantized(messages)
     return {
         "quantized": None if travel is None else asdict(travel),
-        "total": asdict(summary(found)),
-        "places": {place: asdict(traffic) for place, traffic in by_place(found).items()},
-        "layers": [{"layer": layer, **asdict(traffic)} for layer, traffic in by_layer(found).items()],
+        "total": asdict(summary(messages)),
+        "places": {place: asdict(traffic) for place, traffic in by_place(messages).items()},
+        "layers": [{"layer": layer, **asdict(traffic)} for layer, traffic in by_layer(messages).items()],
     }

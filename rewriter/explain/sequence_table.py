@@ -1,4 +1,4 @@
-"""What `rewrite inspect --sp N` says of attention over sharded tokens: every plan with its price, as JSON values."""
+"""`rewrite inspect --sp N`: every plan for attention over sharded tokens with its price, as JSON values."""
 
 from __future__ import annotations
 

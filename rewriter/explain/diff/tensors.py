@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from rewriter.diff.differences import TensorDifference, TensorDifferences
+from rewriter.explain.diff.differences import TensorDifference, TensorDifferences
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Tensor
 
@@ -17,7 +17,7 @@ _CHUNK = 1 << 24  # elements
 def tensors_between(
     before: Checkpoint, after: Checkpoint, progress: Callable[..., None] = lambda *_: None
 ) -> TensorDifferences:
-    """What became of every tensor. Raises RewriterError where a file cannot be read."""
+    """Differences of all tensors. Raises RewriterError where a file cannot be read."""
     ours, theirs = before.tensors, after.tensors
     same = same_bytes = 0
     changed: list[TensorDifference] = []
@@ -25,10 +25,11 @@ def tensors_between(
     for done, name in enumerate(both):
         progress("comparing tensors", done, len(both))
         a, b = before.evaluate(Tensor(name)), after.evaluate(Tensor(name))
-        if a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b)):
+        difference = tensor_difference(name, a, b)
+        if difference is None:
             same, same_bytes = same + 1, same_bytes + a.nbytes
         else:
-            changed.append(_changed(name, a, b))
+            changed.append(difference)
     removed, added = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
     renamed = _renamed(before, removed, after, added)
     gone, new = {a for a, _ in renamed}, {b for _, b in renamed}
@@ -37,25 +38,23 @@ def tensors_between(
     )
 
 
+def tensor_difference(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
+    """The change of a tensor from `a` to `b`; None where every bit is the same."""
+    if a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b)):
+        return None
+    what = "values"
+    if a.shape != b.shape:
+        what = "another shape"
+    elif a.dtype != b.dtype:
+        what = "another dtype" if torch.equal(a.to(b.dtype), b) else "values and dtype"
+    elif any(torch.equal(a.float().sort(dim).values, b.float().sort(dim).values) for dim in range(a.ndim)):
+        what = "the same values in another order"
+    change = None if a.shape != b.shape else _norm(a, b)
+    return TensorDifference(name, _kind(a), _kind(b), _norm(a), _norm(b), change, what)
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _changed(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference:
-    norm_a, norm_b = _norm(a), _norm(b)
-    if a.shape != b.shape:
-        return TensorDifference(name, _kind(a), _kind(b), norm_a, norm_b, None, "another shape")
-    difference = _norm(a, b)
-    what = "values"
-    if a.dtype != b.dtype:
-        what = "another dtype" if torch.equal(a.to(b.dtype), b) else "values and dtype"
-    elif _reordered(a, b):
-        what = "the same values in another order"
-    return TensorDifference(name, _kind(a), _kind(b), norm_a, norm_b, difference, what)
-
-
-def _reordered(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return any(torch.equal(a.float().sort(dim).values, b.float().sort(dim).values) for dim in range(a.ndim))
 
 
 def _norm(a: torch.Tensor, b: torch.Tensor | None = None) -> float | None:
@@ -78,16 +77,13 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _renamed(before: Checkpoint, removed: list[str], after: Checkpoint, added: list[str]) -> list[tuple[str, str]]:
     """Pairs of equal bytes and other names."""
-    if not removed or not added:
-        return []
     by_hash: dict[str, list[str]] = {}
-    for name in added:
+    for name in added if removed else []:
         by_hash.setdefault(_hash(after.evaluate(Tensor(name))), []).append(name)
     pairs = []
-    for name in removed:
-        found = by_hash.get(_hash(before.evaluate(Tensor(name))))
-        if found:
-            pairs.append((name, found.pop(0)))
+    for name in removed if added else []:
+        if same := by_hash.get(_hash(before.evaluate(Tensor(name)))):
+            pairs.append((name, same.pop(0)))
     return pairs
 
 

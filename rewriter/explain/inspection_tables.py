@@ -55,9 +55,6 @@ def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[s
     return table
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
-
-
 def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
     """One row per block; layers that read alike are one group, in which i stands for the layer."""
     whole = all(block["on_ranks"] == "split" for block in blocks)
@@ -98,12 +95,8 @@ def _row(block: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
     def words(text: str) -> str:
         if layer is None:
             return text
-
-        def relative(match: re.Match[str]) -> str:
-            distance = int(match[2]) - layer
-            return f"{match[1]} i{distance:+d}" if distance else f"{match[1]} i"
-
-        return re.sub(r"\b(attention|mlp|moe|mixer|parallel) (\d+)\b", relative, text)
+        named = r"\b(attention|mlp|moe|mixer|parallel) (\d+)\b"
+        return re.sub(named, lambda m: f"{m[1]} i{int(m[2]) - layer:+d}".removesuffix("+0"), text)
 
     return {
         "kind": block["kind"],
@@ -137,11 +130,18 @@ def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableTy
     for key, label in _TOTALS.items():
         table.add_row(label, *(f"{side['total'][key]:,}" for _, side in sides))
     for place in dict.fromkeys(place for _, side in sides for place in side["places"]):
-        found_here = [side["places"].get(place) for _, side in sides]
-        table.add_row(_PLACES[place], *("–" if traffic is None else _place(traffic) for traffic in found_here))
+        cells = [
+            f"{t['collectives']:,} × {t['bytes_per_token'] // t['collectives']:,} B" if t else "–"
+            for t in (side["places"].get(place) for _, side in sides)
+        ]
+        table.add_row(_PLACES[place], *cells)
         quantized = [side["quantized"] for _, side in sides]
         if place == "block" and any(quantized):
-            table.add_row("  quantized", *("–" if one is None else _quantized(one) for one in quantized))
+            cells = [
+                f"{q['reductions']:,}, {q['format']} from {q['from_tokens']:,} tokens on" if q else "–"
+                for q in quantized
+            ]
+            table.add_row("  quantized", *cells)
     table.caption = found["convention"]
     return table
 
@@ -160,14 +160,6 @@ _PLACES = {
     "head": "of the head (logits gathered)",
     "other": "elsewhere",
 }
-
-
-def _quantized(found: Mapping[str, Any]) -> str:
-    return f"{found['reductions']:,}, {found['format']} from {found['from_tokens']:,} tokens on"
-
-
-def _place(traffic: Mapping[str, Any]) -> str:
-    return f"{traffic['collectives']:,} × {traffic['bytes_per_token'] // traffic['collectives']:,} B"
 
 
 # --- plans for sharded tokens ----------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@ of it."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,14 @@ from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
-from rewriter.diff.code import code_difference
-from rewriter.diff.differences import CodeDifference, Differences, LayerDifference, PassDifference, TensorDifferences
-from rewriter.diff.page import page
-from rewriter.diff.programs import layers_between, passes_between, passes_of
-from rewriter.diff.tensors import tensors_between
-from rewriter.diff.terminal import tables
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, mesh_of, read_manifest
 from rewriter.emit.output_files import runtime_module
+from rewriter.explain.diff.differences import CodeDifference, Differences, Row, TensorDifferences
+from rewriter.explain.diff.page import page
+from rewriter.explain.diff.programs import layers_between, passes_between, passes_of
+from rewriter.explain.diff.tensors import tensors_between
+from rewriter.explain.diff.terminal import tables
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.tensor_parallel import TensorParallel
@@ -38,7 +39,7 @@ from rewriter.tracing import trace
 from rewriter.weights import Checkpoint
 
 ProgressCall = Callable[..., None]
-_NO_MODEL = "{}: no model and no output of `rewrite`. Give a directory with a config.json"
+_CONTEXT = 3  # lines around a change of code
 
 
 class DiffReport(Differences):
@@ -120,7 +121,9 @@ def _by_recipe(
     loaded = calibrate(load_recipe(recipe, options), traced, tp, None, progress)
     program, _ = apply_recipe(traced, loaded, tp, sp=sp)
     name = name_of(model)
-    return _model(name, None, traced, mesh_of(program)), _rewritten(f"{name} by {loaded.name}", program)
+    modeling = emit_huggingface(single_device(program)).modeling or ""
+    after = Side(f"{name} by {loaded.name}", None, None, program, runtime_module(program)[2], modeling)
+    return _model(name, None, traced, mesh_of(program)), after
 
 
 def _with_source(
@@ -141,17 +144,18 @@ def _two(first: Path, second: Path, scratch: Path, trust_remote_code: bool) -> t
     mesh = next((m.mesh for m in manifests if m is not None), {"tp": 1})
     sides = []
     for place, (root, manifest) in enumerate(zip((first, second), manifests, strict=True)):
-        if manifest is None:
-            if not (root / "config.json").is_file():
-                raise RewriterError(_NO_MODEL.format(root))
-            sides.append(_model(name_of(root), root, trace(root, trust_remote_code=trust_remote_code), mesh))
-        else:
+        if manifest is not None:
             program = reopen(root, manifest, None, scratch / str(place), trust_remote_code).program
             sides.append(_output(root, manifest, program))
+        elif (root / "config.json").is_file():
+            sides.append(_model(name_of(root), root, trace(root, trust_remote_code=trust_remote_code), mesh))
+        else:
+            raise RewriterError(f"{root}: no model and no output of `rewrite`. Give a directory with a config.json")
+    a, b = sides
     counts = [side.program.source.num_layers for side in sides]
     if counts[0] != counts[1]:
         raise RewriterError(f"{first} has {counts[0]} layers, {second} has {counts[1]}: give two of one model")
-    return sides[0], sides[1]
+    return a, b
 
 
 def _model(name: str, root: Path | None, traced: Program, mesh: Mapping[str, int]) -> Side:
@@ -159,12 +163,6 @@ def _model(name: str, root: Path | None, traced: Program, mesh: Mapping[str, int
     tp = mesh.get("tp", 1)
     program = TensorParallel().apply(traced.with_(mesh={"tp": tp}, origin=traced)) if tp > 1 else traced
     return Side(name, root, None, program, runtime_module(program)[2], "")
-
-
-def _rewritten(name: str, program: Program) -> Side:
-    """A program that was not written."""
-    modeling = emit_huggingface(single_device(program)).modeling or ""
-    return Side(name, None, None, program, runtime_module(program)[2], modeling)
 
 
 def _output(root: Path, manifest: Manifest, program: Program) -> Side:
@@ -176,51 +174,59 @@ def _output(root: Path, manifest: Manifest, program: Program) -> Side:
 
     entry = manifest.runtime.get(mesh_name(manifest.mesh))
     module, ranges = (read(entry.module), read(entry.weights)) if entry else ("", "")
-    return Side(name_of(root), root, manifest, program, module, read(manifest.adapted.modeling), _by_parameter(ranges))
+    held = "\n".join(lines_of(ranges))
+    return Side(name_of(root), root, manifest, program, module, read(manifest.adapted.modeling), held)
 
 
-def _by_parameter(references: str) -> str:
-    """A file of weights by reference with a line for each parameter; as it is where it is none."""
+def lines_of(text: str) -> list[str]:
+    """The lines of a text; of a JSON object one for each entry, of the ranges of ranks one for each parameter."""
     try:
-        table = json.loads(references)["parameters"]
-        return "\n".join(f"{name}: {json.dumps(entry)}" for name, entry in table.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return references
+        table = json.loads(text)
+        return [f"{name}: {json.dumps(entry)}" for name, entry in table.get("parameters", table).items()]
+    except (ValueError, AttributeError):
+        return text.splitlines()
 
 
 def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> DiffReport:
-    alone = before.manifest is None
     names = before.name, after.name if after.name != before.name else f"{after.name} (second)"
-    passes: list[PassDifference] = (
-        passes_of(after.program) if alone else passes_between(before.program, after.program, names)
-    )
-    code: list[CodeDifference] = [
-        code_difference("runtime module", f"{names[0]}, {_mesh(before)}", before.module, f"{names[1]}, {_mesh(after)}",
-                        after.module)
-    ]  # fmt: skip
+    programs = before.program, after.program
+    passes = passes_of(after.program) if before.manifest is None else passes_between(*programs, names)
+    on_mesh = [f"{name}, {_mesh(side)}" for name, side in zip(names, (before, after), strict=True)]
+    code = [code_difference("runtime module", on_mesh[0], before.module, on_mesh[1], after.module)]
     if before.modeling or after.modeling:
-        code.append(
-            code_difference("modeling file", _modeling(before, names[0]), before.modeling, names[1], after.modeling)
-        )
+        own = names[0] if before.modeling else f"{names[0]}: transformers' own"
+        code.append(code_difference("modeling file", own, before.modeling, names[1], after.modeling))
     if before.ranges and after.ranges:
         code.append(code_difference("ranges of the ranks", names[0], before.ranges, names[1], after.ranges))
-    layers: list[LayerDifference] = layers_between(before.program, after.program)
-    found: TensorDifferences | None = None
+    layers = layers_between(*programs)
+    compared: TensorDifferences | None = None
     if tensors and before.root is not None and after.root is not None:
-        found = tensors_between(Checkpoint.open(before.root), Checkpoint.open(after.root), progress)
-    drawings = tuple(
-        layers_drawing(wired, f"{name}: {side.recipe}, {_mesh(side)}") if layers else ""
-        for name, side, wired in zip(
-            names, (before, after), ([x.before for x in layers], [x.after for x in layers]), strict=True
+        compared = tensors_between(Checkpoint.open(before.root), Checkpoint.open(after.root), progress)
+    drawings = "", ""
+    if layers:
+        drawings = (
+            layers_drawing([x.before for x in layers], f"{names[0]}: {before.recipe}, {_mesh(before)}"),
+            layers_drawing([x.after for x in layers], f"{names[1]}: {after.recipe}, {_mesh(after)}"),
         )
-    )
-    return DiffReport(
-        names[0], names[1], _facts(before, after), passes, layers, code, found, notes, (drawings[0], drawings[1])
-    )  # fmt: skip
+    return DiffReport(*names, _facts(before, after), passes, layers, code, compared, notes, drawings)
 
 
-def _modeling(side: Side, name: str) -> str:
-    return name if side.modeling else f"{name}: transformers' own"
+def code_difference(title: str, name_before: str, before: str, name_after: str, after: str) -> CodeDifference:
+    """Two texts line by line, with some lines around each change; without rows where they are the same."""
+    a, b = before.splitlines(), after.splitlines()
+    rows: list[Row] = []
+    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    for group in matcher.get_grouped_opcodes(_CONTEXT) if a != b else ():
+        if rows:
+            rows.append(("gap", None, None))
+        for tag, i1, i2, j1, j2 in group:
+            for i, j in zip_longest(range(i1, i2), range(j1, j2)):
+                left, right = None if i is None else (i + 1, a[i]), None if j is None else (j + 1, b[j])
+                kind = "same" if tag == "equal" else "changed" if left and right else "removed" if left else "added"
+                rows.append((kind, left, right))
+    added = sum(kind in ("changed", "added") for kind, *_ in rows)
+    removed = sum(kind in ("changed", "removed") for kind, *_ in rows)
+    return CodeDifference(title, name_before, name_after, rows, added, removed)
 
 
 def _mesh(side: Side) -> str:
@@ -228,20 +234,19 @@ def _mesh(side: Side) -> str:
 
 
 def _facts(before: Side, after: Side) -> dict[str, tuple[str, str]]:
-    """What is said of each side, name by name."""
-    sides = [before, after]
-    traffic = [summary(collectives(side.program)) for side in sides]
-    rows = {
-        "recipe": [side.recipe for side in sides],
-        "mesh": [_mesh(side) for side in sides],
-        "collectives": [str(t.collectives) for t in traffic],
-        "of them overlapped with computation": [str(t.hidden) for t in traffic],
-        "bytes per token": [f"{t.bytes_per_token:,}" for t in traffic],
-        "drift (KL, nats)": [_drift(side.manifest) for side in sides],
-    }
-    return {name: (values[0], values[1]) for name, values in rows.items()}
+    """Facts of each side, by name."""
 
+    def of(side: Side) -> dict[str, str]:
+        traffic = summary(collectives(side.program))
+        drift = None if side.manifest is None else side.manifest.verification.drift
+        return {
+            "recipe": side.recipe,
+            "mesh": _mesh(side),
+            "collectives": str(traffic.collectives),
+            "of them overlapped with computation": str(traffic.hidden),
+            "bytes per token": f"{traffic.bytes_per_token:,}",
+            "drift (KL, nats)": "–" if drift is None else f"{drift.kl:.3g}",
+        }
 
-def _drift(manifest: Manifest | None) -> str:
-    found = None if manifest is None else manifest.verification.drift
-    return "–" if found is None else f"{found.kl:.3g}"
+    ours, theirs = of(before), of(after)
+    return {name: (value, theirs[name]) for name, value in ours.items()}

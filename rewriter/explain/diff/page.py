@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from rewriter.analysis.layer_wiring import WiredLayers, reads_in_words
 from rewriter.common.numbers import digits
-from rewriter.diff.differences import CodeDifference, Differences, LayerDifference, PassDifference, TensorDifferences
+from rewriter.explain.diff.differences import (
+    CodeDifference,
+    Differences,
+    PassDifference,
+    TensorDifferences,
+    norm_text,
+    wired_cells,
+)  # fmt: skip
 
 _STYLE = """
 :root{--ground:#fff;--panel:#f6f7f9;--ink:#1b2230;--muted:#5a6474;--grid:#dfe3ea;--plus:#e3f4e6;--minus:#fbe6e2;--mid:#fdf3da}
@@ -55,8 +61,7 @@ def page(found: Differences) -> str:
 def _facts(found: Differences) -> str:
     rows = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(a)}</td><td>{escape(b)}</td></tr>"
-        for name, (a, b) in found.facts.items()
-        if (a, b) != ("–", "–")
+        for name, (a, b) in found.known_facts.items()
     )
     return _table(("", found.before, found.after), rows)
 
@@ -68,24 +73,18 @@ def _drawings(found: Differences) -> str:
 
 
 def _layers(found: Differences) -> str:
-    rows = "".join(_layer(layer, found) for layer in found.layers)
+    rows = ""
+    for layer in found.layers:
+        before, after = (
+            f"<td>{escape(reads)}</td><td>{collectives}</td><td class='n'>{payload}</td>"
+            for reads, collectives, payload in map(wired_cells, (layer.before, layer.after))
+        )
+        if layer.same:
+            rows += f"<tr><th>{layer.name}</th><td>same</td>{before}</tr>"
+        else:
+            rows += f"<tr class='old'><th>{layer.name}</th><td>{escape(found.before)}</td>{before}</tr>"
+            rows += f"<tr><td></td><td>{escape(found.after)}</td>{after}</tr>"
     return _table(("layers", "", "reads", "collectives", "bytes per token"), rows) if rows else ""
-
-
-def _layer(layer: LayerDifference, found: Differences) -> str:
-    name = str(layer.first) if layer.first == layer.last else f"{layer.first}–{layer.last}"
-    if layer.same:
-        return f"<tr><th>{name}</th><td>same</td>{_wired(layer.before)}</tr>"
-    return (
-        f"<tr class='old'><th>{name}</th><td>{escape(found.before)}</td>{_wired(layer.before)}</tr>"
-        f"<tr><td></td><td>{escape(found.after)}</td>{_wired(layer.after)}</tr>"
-    )
-
-
-def _wired(layers: WiredLayers) -> str:
-    hidden = f", {layers.hidden} hidden" if layers.hidden else ""
-    reads = escape(reads_in_words(layers.blocks))
-    return f"<td>{reads}</td><td>{layers.collectives}{hidden}</td><td class='n'>{layers.bytes_per_token:,}</td>"
 
 
 def _passes(passes: Sequence[PassDifference]) -> str:
@@ -94,7 +93,7 @@ def _passes(passes: Sequence[PassDifference]) -> str:
     parts = ["<h2>Passes</h2>"]
     for entry in passes:
         where = "" if entry.where == "both" else f" <span class='muted'>only in {escape(entry.where)}</span>"
-        operators = ", ".join(f"{escape(name)} {a} → {b}" for name, (a, b) in entry.operators.items())
+        operators = escape(", ".join(entry.changes))
         parts.append(
             f"<p><b>{escape(entry.name)}</b> <span class='muted'>{escape(entry.kind)}</span>{where}: "
             f"{escape(entry.summary)}</p>"
@@ -142,14 +141,13 @@ def _code(code: CodeDifference) -> str:
 
 def _tensors(found: TensorDifferences) -> str:
     counts = [f"{found.same:,} are the same ({digits(found.same_bytes / 1e6)} MB)"]
-    for word, items in (("renamed", found.renamed), ("changed", found.changed), ("removed", found.removed),
-                        ("added", found.added)):  # fmt: skip
-        counts += [f"{len(items):,} {word}"] if items else []
+    counts += [f"{count:,} {word}" for word, count in found.counts.items()]
     parts = [f"<h2>Tensors</h2><p>{', '.join(counts)}.</p>"]
     if found.changed:
         rows = "".join(
-            f"<tr><td><code>{escape(t.name)}</code></td><td>{escape(t.what)}</td><td>{_kinds(t.before, t.after)}</td>"
-            + "".join(f"<td class='n'>{_norm(n)}</td>" for n in (t.norm_before, t.norm_after, t.norm_difference))
+            f"<tr><td><code>{escape(t.name)}</code></td><td>{escape(t.what)}</td>"
+            f"<td>{escape(' → '.join(dict.fromkeys((t.before, t.after))))}</td>"
+            + "".join(f"<td class='n'>{norm_text(n)}</td>" for n in (t.norm_before, t.norm_after, t.norm_difference))
             + "</tr>"
             for t in found.changed
         )
@@ -162,14 +160,6 @@ def _tensors(found: TensorDifferences) -> str:
     for word, names in (("removed", found.removed), ("added", found.added)):
         parts += [f"<p>{word}: {', '.join(f'<code>{escape(n)}</code>' for n in names)}</p>"] if names else []
     return "\n".join(parts)
-
-
-def _kinds(before: str, after: str) -> str:
-    return escape(before if before == after else f"{before} → {after}")
-
-
-def _norm(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
 
 
 def _table(columns: Sequence[str], rows: str) -> str:

@@ -1,0 +1,221 @@
+"""`rewrite bisect MODEL --recipe NAME`: the first pass after which a program differs from its independent reference."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.common.errors import RewriterError
+from rewriter.common.files import name_of
+from rewriter.common.scratch import scratch_folder
+from rewriter.convert.pass_measurements import calibrate
+from rewriter.explain.bisect.finding import Bisection, Fault, Step
+from rewriter.explain.bisect.locate import Stage, locate
+from rewriter.explain.bisect.recording import Record, record
+from rewriter.explain.bisect.values import LOGITS, Values, difference
+from rewriter.explain.bisect.watching import expected_values
+from rewriter.ir import Program
+from rewriter.ir.marks import marks
+from rewriter.passes.base import Pass, bound_ranks
+from rewriter.passes.quantize_collectives import exact, is_quantized
+from rewriter.recipes import Recipe
+from rewriter.recipes.apply import check_bound, lint, load_recipe
+from rewriter.tracing import trace
+from rewriter.tracing.meta_model import load_config
+from rewriter.tracing.shrink import depth, representatives, shrink
+from rewriter.verify.comparison import EXACT, RANKS
+from rewriter.verify.drift import golden_tokens, too_large
+from rewriter.verify.plain_model import plain_model
+from rewriter.verify.random_model import random_ids
+from rewriter.verify.reference_modes import reference_of
+from rewriter.verify.shrunken_check import apply_passes, on_ranks, telling_copy, test_lengths
+from rewriter.verify.simulate import load_weights
+from rewriter.weights.finite import require_finite
+
+Weights = Literal["shrunken", "real"]
+TRACING = "tracing"
+EXACT_SUMS = "sums that travel quantized were compared as exact sums"
+COPIES = 5  # of the weights in fp32: the model, the programs before and after a pass, what ranks hold of them
+_TOKENS = 21
+
+
+@dataclass(frozen=True)
+class Material:
+    """A model to bisect on: unmodified and eager (fp32, eval mode), its trace, tokens [B, S] (int64).
+
+    `kept` are the layers of the model that a shrunken copy has, in order; None for the model itself.
+    """
+
+    model: PreTrainedModel
+    traced: Program
+    ids: torch.Tensor
+    on: str
+    kept: tuple[int, ...] | None = None
+
+
+def bisect_recipe(
+    model: str | os.PathLike[str],
+    recipe: str | os.PathLike[str] | Recipe,
+    *,
+    tp: int = 1,
+    sp: int = 1,
+    weights: Weights = "shrunken",
+    set: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[..., None] = lambda *_: None,
+) -> Bisection:
+    """The first pass of `recipe`, and in it the layer and statement, after which `model` computes something wrong.
+
+    `weights`: of a shrunken copy with large random ones (the default), or the model's own, which have to fit into
+    memory five times in fp32. Raises RewriterError for bad input, and where there is no independent reference.
+    """
+    loaded = load_recipe(recipe, set)
+    check_bound(loaded, loaded.build(), tp, sp)
+    mesh = {"tp": tp, **({"sp": sp} if sp > 1 else {})}
+    progress("tracing")
+    traced = trace(model, trust_remote_code=trust_remote_code)
+    passes = calibrate(loaded, traced, tp, None, progress).build()
+    found = Bisection(f"{name_of(model)}, {loaded.name} on {on_ranks(mesh)}")
+    with scratch_folder("bisect") as scratch:
+        bisect_on(weights, traced, passes, mesh, scratch, found, progress)
+    return found
+
+
+def bisect_on(
+    weights: Weights,
+    traced: Program,
+    passes: Sequence[Pass],
+    mesh: Mapping[str, int],
+    scratch: Path,
+    found: Bisection,
+    progress: Callable[..., None],
+) -> None:
+    """Bisect `passes` on the real weights of a traced model, or on a shrunken copy of it in `scratch`."""
+    if weights == "real":
+        material = real_material(traced)
+    else:
+        material, passes = _shrunken_material(traced, passes, mesh, scratch, progress)
+    found.on = material.on
+    bisect_passes(material, passes, mesh, found, progress)
+    found.notes.insert(0, f"on {found.on}")
+
+
+def real_material(traced: Program) -> Material:
+    """The model of the checkpoint that was traced. Raises RewriterError where it does not fit into memory."""
+    source = traced.source
+    assert source.path is not None
+    if reason := too_large(traced, COPIES):
+        raise RewriterError(f"{source.path}: {reason}. Use --weights shrunken")
+    model, _ = plain_model(source.path, source.remote_code)
+    require_finite(model.named_parameters(), source.path)
+    return Material(model, traced, golden_tokens(traced), "the real weights")
+
+
+def _shrunken_material(
+    traced: Program, passes: Sequence[Pass], mesh: Mapping[str, int], scratch: Path, progress: Callable[..., None]
+) -> tuple[Material, list[Pass]]:
+    """A shrunken copy of a traced model in `scratch`, and what the passes become on it."""
+    source = traced.source
+    assert source.path is not None
+    config = load_config(source.path, source.remote_code)
+    count = depth(config)
+    plan = sequence_plan(apply_passes(traced, passes, mesh)) if mesh.get("sp", 1) > 1 else None
+    kept = representatives(config, [kind for p in passes for kind in p.kinds_of_layers(count)])
+    mapped = [small for p in passes for small in p.shrunken(kept, count, plan)]
+    small = shrink(config, kept, mesh["tp"], exchanged=1 if plan is None else plan.grid[0])
+    model, copy, _ = telling_copy(small, mapped, mesh, scratch / "model", source.remote_code, progress)
+    ids = random_ids(small, min(_TOKENS, test_lengths(small)[-1]))
+    layers = f"layers {', '.join(map(str, kept))} of {count}" if len(kept) < count else f"all {count} layers"
+    return Material(model, copy, ids, f"a shrunken copy: {layers}, random weights", tuple(kept)), mapped
+
+
+def bisect_passes(
+    material: Material,
+    passes: Sequence[Pass],
+    mesh: Mapping[str, int],
+    found: Bisection,
+    progress: Callable[..., None] = lambda *_: None,
+) -> None:
+    """Apply `passes` one by one on `mesh` and compare the program after each with its independent reference.
+
+    Adds a step for each to `found`, and the fault where they part. The first step is the trace itself. An exact pass
+    has to leave the original function, an approximating one what its reference computes. Raises RewriterError where a
+    reference cannot be had.
+    """
+    progress("comparing the trace")
+    model, traced, ids = material.model, material.traced, material.ids
+    weights = load_weights(traced, torch.float32)
+    original = expected_values(reference_of(traced, ()), model, ids)
+    stage = Stage(TRACING, traced, None, weights, weights, ids, original, EXACT, model)
+    rec = _record(stage)
+    if not _holds(stage, rec, found, material.kept):
+        return
+    right = rec.shown()
+    comparable = {p for p in right if p in original and difference(right[p], original[p]) <= EXACT}
+    program = apply_passes(traced, (), mesh)
+    for number, rewrite in enumerate(passes, start=1):
+        progress(f"comparing after {rewrite.name}", number, len(passes))
+        try:
+            made = rewrite.apply(program)
+            lint(made, rewrite.name)
+        except RewriterError as error:
+            found.steps.append(Step(rewrite.name, held=False, note="cannot be applied"))
+            found.fault = Fault(rewrite.name, cause=f"it cannot be applied: {error}")
+            return
+        expected = expected_values(reference_of(made, passes[:number]), model, ids)
+        stage = replace(
+            stage,
+            name=rewrite.name,
+            program=exact(made),
+            before=exact(program),
+            weights=load_weights(made, torch.float32),
+            weights_before=stage.weights,
+            expected={p: v for p, v in expected.items() if p in comparable or _in_stream(p, expected, made)},
+            limit=EXACT if not made.mesh and bound_ranks(made) is None else RANKS,
+        )
+        if is_quantized(made) and EXACT_SUMS not in found.notes:
+            found.notes.append(EXACT_SUMS)
+        program = made
+        if not _holds(stage, _record(stage), found, material.kept):
+            return
+
+
+def _record(stage: Stage) -> Record:
+    return record(stage.program, stage.ids, stage.weights, stage.host)
+
+
+def _in_stream(point: tuple[str, str], expected: Values, program: Program) -> bool:
+    """The logits, and values of the stream where the program has as many as the reference."""
+    count = sum(side == "stream" for side, _ in expected)
+    whole = any(marks(n).stream == count - 1 for n in program.graph.nodes)
+    return point == LOGITS or (point[0] == "stream" and whole)
+
+
+def _holds(stage: Stage, rec: Record, found: Bisection, kept: Sequence[int] | None) -> bool:
+    """True where a stage computes the right logits; adds the step, and the fault where it does not."""
+    logits = rec.shown().get(LOGITS)
+    error = float("inf") if logits is None else difference(logits, stage.expected[LOGITS], partial=False)
+    held = error <= stage.limit
+    found.steps.append(Step(stage.name, held, error))
+    if not held:
+        found.fault = _of_the_model(locate(stage, rec), kept)
+        if kept is not None:
+            layers = ", ".join(map(str, kept))
+            found.notes.append(f"statements are those of the copy, whose layers are {layers} of the model")
+    return held
+
+
+def _of_the_model(fault: Fault, kept: Sequence[int] | None) -> Fault:
+    """A fault of a shrunken copy, with the layer of the model that it stands for."""
+    if kept is None or fault.layer is None:
+        return fault
+    layer = kept[fault.layer]
+    return replace(fault, layer=layer, module=re.sub(rf"\.{fault.layer}(?=\.|$)", f".{layer}", fault.module, count=1))

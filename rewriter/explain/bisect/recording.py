@@ -1,0 +1,145 @@
+"""The values of a program's nodes, on all ranks, while it is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.common.errors import RewriterError
+from rewriter.explain.bisect.values import LOGITS, Point, Ranks, Values
+from rewriter.ir import Program, args_of
+from rewriter.ir.marks import marks
+from rewriter.sequence.token_layout import join_tokens
+from rewriter.verify.simulate import Shards, Simulator
+
+Key = tuple[str, str]
+"""(path of the body with a dot after it, empty for the wiring; name of the node in its graph)."""
+
+
+@dataclass
+class Record:
+    """Values by node, in the order of execution, and the wiring's as the simulation holds them (`shards`).
+
+    `result` is what a module returns that was run alone. `stopped` is the node of the wiring that could not be
+    computed, and why.
+    """
+
+    nodes: dict[Key, fx.Node] = field(default_factory=dict)
+    values: dict[Key, Ranks] = field(default_factory=dict)
+    shards: dict[fx.Node, Shards] = field(default_factory=dict)
+    result: Ranks | None = None
+    stopped: tuple[fx.Node | None, str] | None = None
+
+    def points(self, nested: bool = False) -> dict[Point, Key]:
+        """The nodes that give the values at points: of modules that the wiring calls, with `nested` of those inside."""
+        points: dict[Point, Key] = {}
+        for key, node in self.nodes.items():
+            prefix, _ = key
+            if prefix and not nested:
+                continue
+            if node.op == "call_module":
+                path, source = prefix + str(node.target), first_input(node)
+                if (prefix, source.name) in self.values and source is not node:
+                    points["given", path] = prefix, source.name
+                points["returned", path] = key
+            elif not prefix and (number := marks(node).stream) is not None:
+                points["stream", str(number)] = key
+        last = next(iter(self.nodes.values()), None)
+        if last is not None and self.stopped is None:
+            points[LOGITS] = "", result_of(last.graph).name
+        return points
+
+    def shown(self, nested: bool = False) -> Values:
+        """The values at those points."""
+        return {point: self.values[key] for point, key in self.points(nested).items() if key in self.values}
+
+
+def first_input(node: fx.Node) -> fx.Node:
+    """The first tensor that a module is called with; the node itself where there is none."""
+    return next((a for a in node.args if isinstance(a, fx.Node)), node)
+
+
+def result_of(graph: fx.Graph) -> fx.Node:
+    """The node that computes the logits."""
+    result: fx.Node = args_of(next(n for n in graph.nodes if n.op == "output"))[0]
+    return result
+
+
+class _Recorder(Simulator):
+    """A simulation that keeps values: those of the wiring and of called modules, with `inside` of all nodes."""
+
+    def __init__(
+        self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None, inside: bool = False
+    ) -> None:
+        super().__init__(program, weights, host)
+        self.record, self.inside = Record(), inside
+        self.plan = sequence_plan(program)
+
+    def note(self, prefix: str, node: fx.Node, value: Shards) -> None:
+        if not prefix:
+            self.record.shards[node] = value
+        if prefix and not self.inside and node.op != "call_module":
+            return
+        whole = self.whole(value)
+        if whole is not None:
+            self.record.nodes[prefix, node.name], self.record.values[prefix, node.name] = node, whole
+
+    def whole(self, value: Shards) -> Ranks | None:
+        """A value of all tokens, by rank of "tp"; None where it is no tensor, or how it is sharded is not known."""
+        by_rank = [[_first(v) for v in ranks.values] for ranks in value]
+        if any(v is None for values in by_rank for v in values):
+            return None
+        if len(by_rank) == 1:
+            return tuple(by_rank[0])  # type: ignore[arg-type]
+        dim = {3: 1, 4: 2}.get(by_rank[0][0].ndim)  # type: ignore[union-attr]
+        if dim is None or self.plan is None:
+            return None
+        count, plan = max(map(len, by_rank)), self.plan
+        parts = [[values[r if len(values) > 1 else 0] for values in by_rank] for r in range(count)]
+        try:
+            return tuple(join_tokens(p, dim, plan.layout, self.length) for p in parts)  # type: ignore[arg-type]
+        except (IndexError, RuntimeError):
+            return None
+
+
+def _first(value: Any) -> torch.Tensor | None:
+    """The tensor, or the first of several that a module returns."""
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+@torch.no_grad()
+def record(
+    program: Program,
+    ids: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    host: nn.Module | None = None,
+    module: str = "",
+    inputs: Sequence[Shards] = (),
+) -> Record:
+    """Values of the wiring of `program` and of the modules it calls for `ids` [B, S] (int64).
+
+    With the path of a `module`: values of all nodes inside it, given `inputs`. What cannot be computed ends the record;
+    it is named in `stopped`.
+    """
+    simulator = _Recorder(program, weights, host, inside=bool(module))
+    rec = simulator.record
+    try:
+        if module:
+            simulator.device, simulator.length = ids.device, ids.shape[1]
+            if simulator.host is not None:
+                simulator.host.run(ids, None)
+            rec.result = simulator.whole(simulator._module(program.modules[module], module, list(inputs)))
+        else:
+            simulator.run(ids)
+    except (RewriterError, RuntimeError, IndexError, KeyError, TypeError, ValueError) as error:
+        computed = (n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
+        waiting = next((node for node in computed if node not in rec.shards), None)
+        rec.stopped = (waiting, " ".join(str(error).split()))
+    return rec
