@@ -35,21 +35,18 @@ from rewriter.cli.search import parse_share
 from rewriter.common.errors import RewriterError
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.ir import Program
-from rewriter.passes.base import single_device
-from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement, mix_of
-from rewriter.search.computed import SCHEDULES
+from rewriter.search.computed import SCHEDULES, Change, as_computed
 from rewriter.search.gains import Gains
-from rewriter.search.losses import Change, rise_of
 from rewriter.search.measurements import Measurements
-from rewriter.search.report import named, share
-from rewriter.search.result import SearchResult
+from rewriter.search.result import SearchResult, rise_of
 from rewriter.search.run import Asked, opened
 from rewriter.search.run import search as run
+from rewriter.show.search_tables import named, share
 from rewriter.verify.drift import other_weights
 from rewriter.verify.simulate import load_weights, simulate
 
@@ -89,19 +86,19 @@ def shipped(measured: Measurements, gains: Gains, asked: Asked) -> list[Other]:
 
 def _calibrated(measured: Measurements, program: Program, name: str, ranks: int) -> Recipe:
     key = f"benchmark recipe {name}"
-    if key not in measured.store:
+    if key not in measured.store.values:
         measured.store.put({key: calibrate(Recipe.load(name), program, ranks).to_yaml()})
-    return Recipe.parse(measured.store[key])
+    return Recipe.parse(measured.store.values[key])
 
 
 def _rise(measured: Measurements, program: Program, recipe: Recipe, weights: dict[str, torch.Tensor]) -> float:
     """The rise in loss, as a share of the loss, of all ranks; those that share tokens compute what one does."""
     key = f"benchmark rise {recipe.name}"
-    if key not in measured.store:
+    if key not in measured.store.values:
         exact = all(p.effect == "exact" for p in recipe.build())
         changes = [] if exact else _changes(measured, program, recipe, weights)
         measured.store.put({key: [[c.divergence, c.rise, c.tokens, c.predicted] for c in changes]})
-    changes = [Change(*change) for change in measured.store[key]]
+    changes = [Change(*change) for change in measured.store.values[key]]
     return rise_of(changes, measured.loss(), measured.text.own).relative if changes else 0.0
 
 
@@ -110,12 +107,12 @@ def _changes(
 ) -> list[Change]:
     disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
     rewritten, _ = apply_recipe(program, recipe, measured.computed.ranks, disable)
-    whole = always_quantized(rewritten) if is_quantized(rewritten) else single_device(rewritten)
-    own, changes = other_weights(whole, program, weights), []
-    for ids in measured.text.calibration:
-        *_, (_, final) = measured.tails.streams(ids)
-        changes.append(measured.tails.reference(ids, final).change(simulate(whole, ids[None], weights=own)[0]))
-    return changes
+    whole = as_computed(rewritten)
+    own = other_weights(whole, program, weights)
+    return [
+        measured.computed.reference(ids).change(simulate(whole, ids[None], weights=own)[0])
+        for ids in measured.text.calibration
+    ]
 
 
 def drawn(measured: Measurements, gains: Gains, bases: list[str], count: int, slowest: float) -> list[Other]:
@@ -132,12 +129,8 @@ def drawn(measured: Measurements, gains: Gains, bases: list[str], count: int, sl
         count -= 1
         if speed.seconds <= slowest:
             mixes[mix] = speed.seconds
-    found = []
-    for mix, seconds in mixes.items():
-        found.append(Other(named(mix), measured.mixed(mix).relative, seconds))
-        if len(found) % 10 == 0:
-            print(f"measured {len(found)} of {len(mixes)} random mixes", file=sys.stderr, flush=True)
-    return found
+    rises = measured.rises(list(mixes))
+    return [Other(named(mix), rises[mix].relative, seconds) for mix, seconds in mixes.items()]
 
 
 def _random_mix(draw: random.Random, applicable: list[Mix], layers: int, base: str) -> Mix:
@@ -241,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _print(found: SearchResult, others: list[Other]) -> None:
     from rich.console import Console
 
-    from rewriter.search.report import SearchReport
+    from rewriter.show.search_tables import SearchReport
 
     Console(highlight=False).print(SearchReport(found))
     standard = found.standard.seconds

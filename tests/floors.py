@@ -23,6 +23,6 @@ TOP = [
     {"predict", "adapt", "serving", "bisect", "diff", "doctor"},
     {"search"},
     {"api"},
-    {"__init__"},
+    {"__init__", "show"},
     {"cli"},
 ]
