@@ -113,9 +113,8 @@ class Computed:
         Raises RewriterError as passes do."""
         recipe = recipe_of(mix)
         disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
-        rewritten, _ = apply_recipe(self.original, recipe, self.ranks, disable, known=self.known)
+        changed = as_computed(apply_recipe(self.original, recipe, self.ranks, disable, known=self.known)[0])
         keep_shared(self.known)
-        changed = as_computed(rewritten)
         first, end = self.starts[mix.touched[0]], mix.touched[-1] + 1
         places = [place for place in (first - 1, first) if place >= 0]
         cut = between(changed, places, by_layer(residual_blocks(changed))[end - 1][-1].index + 1)
@@ -143,9 +142,10 @@ class Computed:
                     for i in some
                 ]
                 groups.append((some, torch.cat(streams)))
-        last, changes = given_names([self.starts[-1]])[0], {}
+        changes: dict[int, Change] = {}
         for some, x in groups:
-            changes |= dict(zip(some, map(reference.change, self._run(self._head, ids, {last: x})), strict=True))
+            logits = self._run(self._head, ids, {given_names([self.starts[-1]])[0]: x})
+            changes |= dict(zip(some, map(reference.change, logits), strict=True))
         return [changes[i] for i in range(len(parts))]
 
     @torch.no_grad()

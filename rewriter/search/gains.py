@@ -81,7 +81,7 @@ def gain_of(
     gains: Gains, rewrite: str, starts: Sequence[int], format: str = "", base: str = Mix.base
 ) -> tuple[float, float] | None:
     """(seconds that each placement of a rewrite at one of `starts` saves of a generation, seconds that a run of them
-    loses at its first layer); None where `base` or the fabric refuses it. `rewrite` "" is one layer of which only messages change.
+    loses at its first layer); None where `base` or the fabric refuses it. `rewrite` "": only messages change.
 
     By the simulations of one placement in the middle, and of all that have room, but the first, which may gain less.
     """
