@@ -18,9 +18,9 @@ from backtest_points import traced
 
 from rewriter import api
 from rewriter.common.numbers import digits
-from rewriter.common.svg import number, path, rectangle, text
-from rewriter.predict.draw_timeline import ticks, waits, window
+from rewriter.common.svg import number, path, rectangle, text, ticks
 from rewriter.predict.results import Phase, Span
+from rewriter.show.timeline import waits, window
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "decode-step.svg"
 TITLES = {"tensor-parallel": "Standard tensor parallelism", "ladder": "Ladder Residual"}

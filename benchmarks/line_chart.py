@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rewriter.predict.svg import ticks
+from rewriter.common.svg import ticks
 
 WIDTH, HEIGHT = 720, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 230, 34, 48  # margins; the legend is in the right one

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rewriter.common.errors import RewriterError, shortened
-from rewriter.common.files import name_of
 from rewriter.common.garbage import collector_paused
-from rewriter.common.packages import require
 
 if TYPE_CHECKING:
     from torch import nn
@@ -299,8 +297,6 @@ def search(
     graphed: bool = True,
     what_if: Sequence[str] = (),
     library: str | None = None,
-    heal: int = 0,
-    healed: str | os.PathLike[str] | None = None,
     seed: int = 0,
     state: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
@@ -312,23 +308,18 @@ def search(
     (whose arguments the others are); the best mixes by both are measured too, until what is estimated and what is
     measured agree. `text` is what is measured on, its end held out; by default the model writes one itself, from
     `seed`. `sp`: as in `predict`; 1 leaves out recipes that share tokens. `state`: a directory for what was measured,
-    which an interrupted search, or one with another fabric or `loss`, goes on from. `heal`: train the chosen mix on so
-    many tokens, into the directory `healed`, and measure it again.
+    which an interrupted search, or one with another fabric or `loss`, goes on from.
 
     Raises RewriterError for an unknown fabric, a model without weights, fewer than two ranks, a model of which no layer
     can be rewritten, and a `loss` within which nothing is faster than plain tensor parallelism.
     """
     from rewriter.predict.workload import Cluster, Workload
-    from rewriter.search.healing import Healing
     from rewriter.search.run import Asked
     from rewriter.search.run import search as run
 
-    if heal:
-        require("adapt", "--heal", "accelerate")
-    place = Path(healed if healed is not None else f"{name_of(model)}-healed")
     asked = Asked(
         Workload(batch, prompt, generate, graphed, tp, sp, nodes), Cluster(fabric, tuple(what_if), library), loss, text,
-        seed=seed, healing=Healing(heal, place) if heal else None,
+        seed=seed,
     )  # fmt: skip
     kept = None if state is None else Path(state)
     watched = {} if progress is None else {"progress": progress}

@@ -23,6 +23,6 @@ TOP = [
     {"predict", "adapt", "serving", "doctor", "explain"},
     {"search"},
     {"api"},
-    {"__init__"},
+    {"__init__", "show"},
     {"cli"},
 ]

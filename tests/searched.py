@@ -8,10 +8,9 @@ import torch
 import zoo
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rewriter.search.choices import Mix, parse, recipe_of
+from rewriter.search.choices import FORMATS, Mix, Placement, mix_of, recipe_of
 from rewriter.search.gains import Speed
-from rewriter.search.losses import Rise
-from rewriter.search.result import Point, SearchResult, Single
+from rewriter.search.result import Point, Rise, SearchResult, Single
 from rewriter.search.run import with_front
 
 LAYERS = 6
@@ -28,6 +27,19 @@ def save(directory: Path) -> Path:
     zoo.randomize(model, 0)
     model.save_pretrained(directory)
     return directory
+
+
+def parse(key: str) -> Mix:
+    """The mix of a `Mix.key`."""
+    base, *words = key.split(" ")
+    placements, formats = [], {}
+    for word in words:
+        name, _, layer = word.rpartition("@")
+        if name in FORMATS:
+            formats[int(layer)] = name
+        else:
+            placements.append(Placement(int(layer), name))
+    return mix_of(placements, formats, base)
 
 
 def mix(*words: str, base: str = Mix.base) -> Mix:
@@ -66,8 +78,7 @@ def result() -> SearchResult:
         workload={"batch": 1, "prompt": 1024, "generate": 512}, budget=0.01, text="text that the model wrote itself",
         loss=2.0, standard=standard, chosen=chosen, points=tuple(points),
         singles=(
-            Single("drop", 3, 1, False, 0.004, 0.004, 512, 0.005), Single("drop", 3, 1, True, 0.003, 0.003, 512, 0.005),
-            Single("int8", 0, 1, False, 1e-5, 0.0, 512, None),
+            Single("drop", 3, 1, 0.004, 0.004, 512, 0.005), Single("int8", 0, 1, 1e-5, 0.0, 512, None),
         ),
         agreement=0.9, rounds=2, recipe=recipe_of(chosen.mix).to_yaml(), ranks={"tp": 3, "sp": 1},
         not_applied={"desync-8x": "<why>"},

@@ -121,8 +121,8 @@ def test_a_line_is_read(line: str, fault: str | None) -> None:
 
 
 def test_an_option_of_another_command_is_seen_in_a_sentence() -> None:
-    text = "Runs `rewrite verify DIR` with `--heal`. `--heal` of a search, as `rewrite adapt` does."
-    assert [option for option, _ in faults_of_sentences(text)] == ["--heal"]
+    text = "Runs `rewrite verify DIR` with `--state`. `--state` of a search, as `rewrite adapt` does."
+    assert [option for option, _ in faults_of_sentences(text)] == ["--state"]
 
 
 @pytest.mark.parametrize("group", ["recipes", "fabrics"])

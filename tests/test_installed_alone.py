@@ -26,7 +26,6 @@ TRAINING = "--data d.jsonl --set max_steps=1 --length 32 --verify none"
 INSTALL = "Install the extra: pip install 'rewriter[{}]'"
 REFUSED = {
     f"adapt o {TRAINING} --out h": f"rewrite adapt needs the package accelerate. {INSTALL.format('adapt')}",
-    "search m --tp 2 --heal 64 --out heal.yaml": f"--heal needs the package accelerate. {INSTALL.format('adapt')}",
     "export o --onnx o.onnx": f"needs the packages onnx, onnxruntime, onnxscript. {INSTALL.format('onnx')}",
     "serve o --engine transformers --dry-run": "fastapi, openai, uvicorn. Install what its server needs (pip install "
     "'rewriter[serve]')",

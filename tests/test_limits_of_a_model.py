@@ -58,7 +58,7 @@ def test_tokens_beyond_the_vocabulary(place: Path, capsys: Capture) -> None:
     program = rw.trace("m")
     for ask in (
         lambda: calibration_tokens(program, "xyz"),
-        lambda: text_for(program, "xyz" * 99, (1, 1, 1)),
+        lambda: text_for(program, "xyz" * 99, (1, 1)),
         lambda: self_written(Path("m"), 8, torch.device("cpu"), lambda *_: None),
     ):
         with pytest.raises(RewriterError, match=BEYOND):

@@ -16,9 +16,9 @@ from predictions import comparison
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
-from rewriter.predict.page import page
 from rewriter.predict.results import RecipeComparison, SkippedRecipe
 from rewriter.predict.validation import Row, Validation
+from rewriter.show.predict_page import predict_page as page
 
 ROWS = (
     Row("tensor-parallel", "prefill", (0.0102, 0.0101, 0.0103), (0.0100, 0.0101, 0.0099)),

@@ -15,13 +15,13 @@ from rich.console import Console
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import write_text
 from rewriter.common.numbers import digits, duration, percent
-from rewriter.predict.comparison_tables import ComparisonReport
-from rewriter.predict.draw_bars import bars
-from rewriter.predict.draw_pareto import pareto
-from rewriter.predict.draw_timeline import scale, timeline, window
-from rewriter.predict.page import headline, page
+from rewriter.common.svg import log_ticks, strokes, ticks
 from rewriter.predict.results import PredictedPoint, RecipeComparison, SkippedRecipe
-from rewriter.predict.svg import log_ticks, strokes, ticks
+from rewriter.show.charts import bars, pareto
+from rewriter.show.predict_page import headline
+from rewriter.show.predict_page import predict_page as page
+from rewriter.show.predict_tables import ComparisonReport
+from rewriter.show.timeline import scale, timeline, window
 
 
 def shown(found: RecipeComparison, width: int, *, pareto: bool = False) -> str:
@@ -127,7 +127,7 @@ def test_lanes_are_as_long_as_what_they_show() -> None:
     assert common.seconds == slow.seconds
     assert common.layers == (6, 7)
     for one in (slow, fast):
-        text = timeline("t", "slow", one, common)
+        text = timeline("slow", one, common)
         low, high = window(one, common.layers)
         waits = [s for s in one.spans if s.exposed and s.lane == "compute" and low <= s.start < high]
         per_second = (1000 - 104 - 12) / common.window
@@ -139,14 +139,14 @@ def test_lanes_are_as_long_as_what_they_show() -> None:
         assert "all-reduce mlp" in text
     hidden = phase(8, 30e-6, 10e-6, hidden=True)
     assert hidden.exposed_seconds == 0
-    assert not boxes(timeline("t", "hidden", hidden, scale([hidden])), "ze")
+    assert not boxes(timeline("hidden", hidden, scale([hidden])), "ze")
 
 
 def test_a_partly_hidden_reduction_is_exposed_in_part() -> None:
     one = phase(8, 30e-6, 19e-6, hidden=True)
     assert 0 < one.exposed_seconds < one.communication_seconds
     spans = tuple(replace(s, exposed=True) if s.lane == "communication" else s for s in one.spans)
-    text = timeline("t", "partly", replace(one, spans=spans), scale([one]))
+    text = timeline("partly", replace(one, spans=spans), scale([one]))
     exposed, waits, whole = (sum(width for _, width in boxes(text, style)) for style in ("ze", "zw", "zh"))
     assert exposed == pytest.approx(waits, abs=0.5)
     assert exposed < whole
@@ -155,8 +155,8 @@ def test_a_partly_hidden_reduction_is_exposed_in_part() -> None:
 def test_a_pass_without_layers_or_communication_is_drawn() -> None:
     one = phase(2, 1e-3, 0.0, hidden=False)
     bare = replace(one, spans=tuple(replace(s, layer=None) for s in one.spans if s.lane == "compute"))
-    assert "layers" not in timeline("t", "bare", bare, scale([bare]))
-    drawn(timeline("t", "bare", bare, scale([bare])))
+    assert "layers" not in timeline("bare", bare, scale([bare]))
+    drawn(timeline("bare", bare, scale([bare])))
 
 
 def test_neighbours_in_a_lane_are_joined_without_drift() -> None:
@@ -169,7 +169,7 @@ def test_neighbours_in_a_lane_are_joined_without_drift() -> None:
 
 def test_bars_are_as_long_as_the_speedups() -> None:
     found = comparison(("tensor-parallel", "ladder", "upper-bound"))
-    text = bars("bars", found.predictions)
+    text = bars(found.predictions)
     widths = [width for style in ("b0", "b1", "bt") for _, width in boxes(text, style)]
     assert [w / widths[0] for w in widths] == pytest.approx([p.speedup for p in found.predictions], abs=1e-3)
     assert "timing only" in text
@@ -177,7 +177,7 @@ def test_bars_are_as_long_as_the_speedups() -> None:
 
 def test_points_stand_where_their_figures_are() -> None:
     found = comparison(("tensor-parallel", "ladder"))
-    text = pareto("pareto", found.pareto)
+    text = pareto(found.pareto)
     points = [q for line in found.pareto.values() for q in line]
     marks = [e for e in drawn(text).iter("path") if (e.get("class") or "").startswith("pp ")]
     assert len(marks) == len(points)
@@ -191,8 +191,8 @@ def test_points_say_which_ranks_share_tokens() -> None:
     points = (PredictedPoint(1, 1, 1e-3, 100.0, True, True, sp=8), PredictedPoint(8, 1, 2e-3, 90.0, True, True))
     found = replace(comparison(("tensor-parallel",)), pareto={"tensor-parallel": points})
     assert "1 × sp 8" in shown(found, 100, pareto=True)
-    assert "tp 1 × sp 8, batch 1" in pareto("pareto", found.pareto)
-    assert pareto("pareto", found.pareto).count("8 GPUs") == 1
+    assert "tp 1 × sp 8, batch 1" in pareto(found.pareto)
+    assert pareto(found.pareto).count("8 GPUs") == 1
 
 
 def test_the_page_is_one_file_that_needs_nothing_else() -> None:
@@ -207,10 +207,9 @@ def test_the_page_is_one_file_that_needs_nothing_else() -> None:
     assert not re.search(r"https?://|@import|url\((?!#hatch)", text)
     ids = [attributes["id"] for _, attributes in balance.seen if attributes.get("id")]
     assert len(ids) == len(set(ids))
-    for tag, attributes in balance.seen:
-        if tag == "svg" and "aria-hidden" not in attributes:
-            assert attributes["role"] == "img"
-            assert set((attributes["aria-labelledby"] or "").split()) <= set(ids)
+    drawings = [attributes for tag, attributes in balance.seen if tag == "svg" and "aria-hidden" not in attributes]
+    assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in drawings)
+    assert text.count("<desc>") == len(drawings) > 0
     for p in found.predictions:
         for value in (duration(p.seconds_per_token), duration(p.decode.exposed_seconds), p.recipe):
             assert value in text
@@ -225,7 +224,7 @@ def test_names_are_text_not_markup() -> None:
     found = replace(found, model=evil, fabric=evil, what_if=(evil,), skipped=(SkippedRecipe(evil, evil),))
     text = page(found, evil, [(evil, evil, evil)])
     assert "<b" not in text.replace("<body", "")
-    assert "&lt;b onclick=&quot;x()&quot;&gt;&amp;amp;" in text
+    assert "&lt;b onclick=&#34;x()&#34;&gt;&amp;amp;" in text
     assert "[red]" in shown(found, 140, pareto=True)
 
 

@@ -9,10 +9,8 @@ import pytest
 from subprocesses import load_module
 
 from rewriter.api import convert
-from rewriter.common.errors import RewriterError
 from rewriter.predict.workload import Cluster, Workload
-from rewriter.search.healing import Healing
-from rewriter.search.run import Asked, search
+from rewriter.search.run import Asked
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "tiny-llama"
@@ -42,20 +40,3 @@ def test_a_search_beats_what_ships_and_two_hundred_random_mixes(
     recipe.write_text(found.recipe)
     report = convert(TINY, recipe, out=tmp_path / "out", tp=found.ranks["tp"], sp=found.ranks["sp"])
     assert report.verification
-
-
-@pytest.mark.slow
-def test_a_light_healing_brings_the_loss_down_again(tmp_path: Path) -> None:
-    """Of a mix that is far from the original; what was trained is measured, and stays."""
-    asked = Asked(
-        Workload(tp=2, sp=1), Cluster("pcie-gen4"), 0.4, windows=(1, 2, 2),
-        healing=Healing(16_384, tmp_path / "healed"),
-    )  # fmt: skip
-    found = search(TINY, asked, state=tmp_path / "state")
-    assert found.healed is not None
-    assert found.healed.before == found.chosen.held_out
-    assert found.healed.before.relative > 0.05
-    assert found.healed.after.kl < 0.7 * found.healed.before.kl
-    assert (tmp_path / "healed" / "rewrite.json").is_file()
-    with pytest.raises(RewriterError, match=r"healed: already holds an output"):
-        search(TINY, asked, state=tmp_path / "state")

@@ -101,9 +101,6 @@ SearchState = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Where measurements are kept, and taken from. Without it: beside the recipe."),
 ]
-Heal = Annotated[
-    int, typer.Option(min=0, metavar="TOKENS", help="Then train the result lightly on so many, and measure again.")
-]
 SearchSeed = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of the text that the model writes.")]
 
 # --- of `diff` and `bisect` ---

@@ -27,7 +27,6 @@ def search(
     calibration: options.SearchText = None,
     out: options.SearchedRecipe = None,
     state: options.SearchState = None,
-    heal: options.Heal = 0,
     nodes: options.Nodes = None,
     sp: options.TokenRanks = None,
     batch: options.Batch = 1,
@@ -63,15 +62,14 @@ def search(
 
         found = api.search(
             model, fabric=fabric, tp=tp, sp=sp, nodes=nodes, batch=batch, prompt=prompt, generate=generate,
-            graphed=graphed, what_if=tuple(what_if or ()), library=library, loss=budget, text=text, heal=heal,
-            healed=recipe.with_name(f"{recipe.stem}-healed"), seed=seed, state=kept,
-            trust_remote_code=trust_remote_code, progress=progress,
+            graphed=graphed, what_if=tuple(what_if or ()), library=library, loss=budget, text=text, seed=seed,
+            state=kept, trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
     write_text(recipe, found.recipe, "--out")
     if html is not None:
-        from rewriter.search.page import page
+        from rewriter.show.search_page import search_page
 
-        write_text(html, page(found, shlex.join(["rewrite", *(context.obj or [])])), "--html")
+        write_text(html, search_page(found, shlex.join(["rewrite", *(context.obj or [])])), "--html")
     if json:
         typer.echo(json_text({**found.to_json(), "file": str(recipe)}, indent=2))
         return
@@ -93,7 +91,7 @@ def _name(model: str) -> str:
 def _print(found: SearchResult, model: str, recipe: Path, html: Path | None) -> None:
     from rich.console import Console
 
-    from rewriter.search.report import SearchReport
+    from rewriter.show.search_tables import SearchReport
 
     Console(highlight=False).print(SearchReport(found))
     if html is not None:

@@ -103,8 +103,6 @@ def _commands(findings: Sequence[Finding], torch: Any) -> list[Command]:
     if lacking := _lacking("adapt"):
         without = "no" if "accelerate" in lacking else "in part"  # for --lora, data sets of the Hub, events
         found["adapt"] = Command("adapt", without, f"{', '.join(lacking)} (pip install 'rewriter[adapt]')")
-        if without == "no":
-            found["search"] = Command("search", "in part", "--heal needs what adapt does")
     if lacking := _lacking("onnx"):
         found["export"] = Command("export", "no", f"{', '.join(lacking)} (pip install 'rewriter[onnx]')")
     found["serve"] = _serve()

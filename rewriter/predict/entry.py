@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import context_length, declared_dtype, quantization_settings
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
-from rewriter.predict import baselines as usual
-from rewriter.predict.analytic import Predictor
+from rewriter.predict.analytic import Candidate, Predictor
 from rewriter.predict.candidates import Candidates, distinct
-from rewriter.predict.results import PredictedPoint, RecipeComparison
+from rewriter.predict.generation_memory import bytes_per_rank
+from rewriter.predict.results import PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import Validation
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
@@ -27,6 +27,8 @@ from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.weights.checkpoint import INDEX, SINGLE
 
 _Path = str | os.PathLike[str]
+# what users have today: tensor parallelism, parallel blocks, and no communication at all
+BASELINES = ("tensor-parallel", "parallel", "upper-bound")
 DEGREES, BATCHES = (1, 2, 4, 8), (1, 4, 16, 64)
 
 
@@ -53,12 +55,12 @@ def compare(
     found, skipped = candidates.of(loaded, workload.tp)
     said, asked = about_model(program, workload.prompt + workload.generate), len(found)
     if baselines:
-        found += usual.recipes(candidates, workload.tp, {recipe.name for recipe in loaded})
+        found += _baselines(candidates, workload.tp, {recipe.name for recipe in loaded})
     done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in found], skipped)
     if baselines:
         names = {c.recipe for c in found[:asked]}
         others = [p for p in done.predictions if p.recipe not in names]
-        others += [p for p in [usual.replicas(predictor, candidates, done.predictions[0])] if p is not None]
+        others += [p for p in [_replicas(predictor, candidates, done.predictions[0])] if p is not None]
         kept = tuple(p for p in done.predictions if p.recipe in names)
         done = replace(done, predictions=kept, baselines=tuple(others))
     points: dict[str, tuple[PredictedPoint, ...]] = {}
@@ -66,6 +68,45 @@ def compare(
         by_name = {recipe.name: recipe for recipe in loaded}
         points = {p.recipe: _points(predictor, candidates, by_name[p.recipe]) for p in done.predictions}
     return replace(done, pareto=points, seconds=time.process_time() - began)
+
+
+def _baselines(candidates: Candidates, tp: int, named: Collection[str]) -> list[Candidate]:
+    """Those of BASELINES that are not `named` and can be applied."""
+    found: list[Candidate] = []
+    for name in BASELINES:
+        if name not in named:
+            try:
+                found.append(candidates.one(load_recipe(name), tp))
+            except RewriterError:  # a model that has no such blocks
+                continue
+    return found
+
+
+def _replicas(predictor: Predictor, candidates: Candidates, first: Prediction) -> Prediction | None:
+    """The same ranks as replicas of the model, of as few ranks as hold it: each serves its share of the sequences.
+
+    None where no fewer ranks hold the model. `first` is what the others are compared with.
+    """
+    load = predictor.workload
+    for degree in (d for d in range(1, load.tp) if load.tp % d == 0):
+        each = -(-load.batch * degree // load.tp)
+        try:
+            program = candidates.one(load_recipe("tensor-parallel"), degree).program
+        except RewriterError:  # heads that do not divide
+            continue
+        if bytes_per_rank(program, each, load.prompt, load.generate) > predictor.fabric.device.memory:
+            continue
+        used = -(-load.batch // each)
+        alone = replace(predictor, workload=replace(load, batch=each, tp=degree, nodes=None), nodes=None)
+        (found,) = alone.compare("", [Candidate(f"replicas of {degree}", program)]).predictions
+        rate = load.batch * load.generate / found.generation_seconds
+        said = f"{used} of {load.tp // degree} replicas on {degree} ranks each serve {each} of {load.batch} sequences"
+        return replace(
+            found, batch=load.batch, tokens_per_second=rate, speedup=rate / first.tokens_per_second,
+            break_even_note="other ranks", break_even_prefill_note="other ranks", speedup_interval=None,
+            notes=(*found.notes, said),
+        )  # fmt: skip
+    return None
 
 
 def about_model(program: Program, length: int) -> tuple[str, ...]:

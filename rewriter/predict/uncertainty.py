@@ -71,10 +71,3 @@ def interval(predicted: float, changed: Sequence[float]) -> tuple[float, float]:
         return predicted, predicted
     width = _DEVIATIONS * math.hypot(*(math.log(max(value, 1e-12) / predicted) for value in changed))
     return predicted * math.exp(-width), predicted * math.exp(width)
-
-
-def assumptions() -> dict[str, float]:
-    """Standard deviations by name: shares of kernels and collectives, factors of the terms of `Overlap`."""
-    kernels = {f"kernels: {work}": share for work, share in _KERNELS.items()}
-    collectives = {"collectives": _COLLECTIVES, "collectives by formula": _FORMULA}
-    return {**kernels, "kernels by roofline": _ROOFLINE, **collectives, "server": SERVER, **_TERMS}

@@ -1,9 +1,15 @@
-"""What ranks compute under a mix, and the part of it that differs from the original."""
+"""What rewrites change on a text: only what they change is computed, then the rest of the original on the result.
+
+The original is computed once in each window. Each of its layers is then run on the residual streams of all mixes that
+ended before it, a few at a time. So a layer's weights are read once for many mixes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from rewriter.analysis.residual import by_layer, residual_blocks
 from rewriter.common.errors import RewriterError
@@ -11,13 +17,15 @@ from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.recipes import Recipe
 from rewriter.recipes.apply import Applied, apply_recipe
 from rewriter.search.choices import Mix, recipe_of
-from rewriter.verify.sensitivity import between, given_names
+from rewriter.verify.live_model import opaque_modules
+from rewriter.verify.sensitivity import between, given_names, with_stream
+from rewriter.verify.simulate import RankValues, Simulator
 
 SCHEDULES = ("fuse_projections", "overlap")
-_ANY_GRID = "ring-attention"  # it asks nothing of the number of heads
+_BATCH = 8  # streams that go through a layer at a time
+_ROWS = 16  # tokens whose distributions are compared at a time, which stay in the processor's cache
 
 
 def keep_shared(known: Applied) -> None:
@@ -28,72 +36,131 @@ def keep_shared(known: Applied) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A program that is given stream values of the original, by name, and returns another one, or the logits.
+class Change:
+    """What a rewrite changes on one window: sums in nats over the window's tokens.
 
-    `start`: the first layer that differs from the original; `end`: the layer after the last one that does, from which
-    on the original goes on with what it returns. `given`: the original's stream values that it reads, by name.
+    `divergence`: KL(original ‖ rewritten) over its `tokens` positions; `rise`: of the loss, over `predicted` tokens.
+    """
+
+    divergence: float
+    rise: float
+    tokens: int
+    predicted: int
+
+
+class Reference:
+    """What the original predicts in one window: from its token ids, int64 [T], and logits [T, vocabulary]."""
+
+    def __init__(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
+        self.following = ids[1:, None]
+        self.log = logits.float().log_softmax(-1)
+        self.loss = -float(self.log[:-1].gather(-1, self.following).double().sum())
+
+    def change(self, logits: torch.Tensor) -> Change:
+        """What other logits [T, vocabulary] make of it."""
+        divergence = loss = 0.0
+        for first in range(0, len(logits), _ROWS):
+            old, new = self.log[first : first + _ROWS], logits[first : first + _ROWS].float().log_softmax(-1)
+            divergence += float(torch.linalg.vecdot(old.exp(), old - new).double().sum())
+            following = self.following[first : first + _ROWS]
+            loss -= float(new[: len(following)].gather(-1, following).double().sum())
+        return Change(divergence, loss - self.loss, len(logits), len(logits) - 1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program that is given stream values of the original, by name, and returns another one.
+
+    `end`: the layer after the last one that differs, from which on the original goes on with what it returns. `given`:
+    numbers of the original's stream values that it reads, by name.
     """
 
     program: Program
-    start: int
     end: int
     given: Mapping[str, int]
 
 
 @dataclass
 class Computed:
-    """Makes the programs of mixes of one traced model on `ranks` ranks. Raises RewriterError as passes do."""
+    """Computes mixes of one traced model on `ranks` ranks, whose full `weights` in fp32 are given by runtime name.
+
+    Raises RewriterError for a model whose layers are no blocks of one residual stream.
+    """
 
     original: Program
     ranks: int
+    weights: Mapping[str, torch.Tensor]
     known: Applied = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        layers = by_layer(residual_blocks(self.original))
-        count = self.original.source.num_layers
-        if sorted(layers) != list(range(count)):
+        original, count = self.original, self.original.source.num_layers
+        blocks = by_layer(residual_blocks(original))
+        if sorted(blocks) != list(range(count)):
             raise RewriterError(
-                f"model type {self.original.source.model_type!r}: its layers are no blocks of one residual stream, so "
+                f"model type {original.source.model_type!r}: its layers are no blocks of one residual stream, so "
                 "no rewrite of single layers applies. `rewrite inspect` says what does"
             )
-        self.starts = [layers[layer][0].index for layer in range(count)]
-        self.last = layers[count - 1][-1].index + 1
-
-    @property
-    def layers(self) -> int:
-        return len(self.starts)
-
-    def program(self, recipe: Recipe) -> Program:
-        """What ranks compute under `recipe`, its messages quantized however short: one device, where that is the
-        same."""
-        passes = [p.pass_name for p in recipe.passes]
-        disable = [name for name in (*SCHEDULES, "permute") if name in passes]
-        rewritten, _ = apply_recipe(self.original, recipe, self.ranks, disable, known=self.known)
-        return always_quantized(rewritten) if is_quantized(rewritten) else single_device(rewritten)
-
-    def sharing(self, mix: Mix) -> Program:
-        """What ranks compute that share tokens, with keys and values quantized: the same on every grid of ranks."""
-        recipe = recipe_of(replace(mix, base=_ANY_GRID))
-        disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
-        return always_quantized(apply_recipe(self.original, recipe, 1, disable, sp=self.ranks, known=self.known)[0])
-
-    def boundary(self, layer: int) -> int:
-        """The number of the stream value that `layer` begins with; of the number of layers, the last one's."""
-        return self.starts[layer] if layer < self.layers else self.last
+        self.layers = count
+        # numbers of the stream values that layers begin with, and of the last one
+        self.starts = [*(blocks[layer][0].index for layer in range(count)), blocks[count - 1][-1].index + 1]
+        self.batch = 1 if opaque_modules(original) else _BATCH  # a live module computes for the tokens it was given
+        self._whole = with_stream(original, range(self.starts[-1] + 1))
+        self._layers = [between(original, [self.starts[n]], self.starts[n + 1]) for n in range(count)]
+        self._head = between(original, [self.starts[-1]])
 
     def part(self, mix: Mix) -> Part:
-        """What differs from the original under `mix`, which changes something."""
-        touched = mix.touched
-        start, end = touched[0], touched[-1] + 1
-        changed = self.program(recipe_of(mix))
-        first = self.boundary(start)
+        """What differs from the original under `mix`, which changes something, its messages quantized however short.
+        Raises RewriterError as passes do."""
+        recipe = recipe_of(mix)
+        disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
+        changed = as_computed(apply_recipe(self.original, recipe, self.ranks, disable, known=self.known)[0])
+        keep_shared(self.known)
+        first, end = self.starts[mix.touched[0]], mix.touched[-1] + 1
         places = [place for place in (first - 1, first) if place >= 0]
-        final = by_layer(residual_blocks(changed))[end - 1][-1].index + 1
-        cut = between(changed, places, final)
-        used = {str(n.target) for n in cut.graph.nodes if n.op == "placeholder" and n.users}
-        given = {name: place for name, place in zip(given_names(places), places, strict=True) if name in used}
+        cut = between(changed, places, by_layer(residual_blocks(changed))[end - 1][-1].index + 1)
+        given = dict(zip(given_names(places), places, strict=True))
         for node in list(cut.graph.nodes):
-            if node.op == "placeholder" and str(node.target) in given_names(places) and not node.users:
+            if node.op == "placeholder" and str(node.target) in given and not node.users:
+                del given[str(node.target)]
                 cut.graph.erase_node(node)
-        return Part(cut, start, end, given)
+        return Part(cut, end, given)
+
+    @torch.no_grad()
+    def changes(self, parts: Sequence[Part], ids: torch.Tensor) -> list[Change]:
+        """What each part changes in one window, int64 [T]."""
+        logits, *values = self._run(self._whole, ids)
+        reference = Reference(ids, logits[0])
+        groups: list[tuple[list[int], torch.Tensor]] = []  # numbers of parts, and their streams [N, T, D]
+        for layer in range(self.layers):
+            start = given_names([self.starts[layer]])[0]
+            groups = [(some, self._run(self._layers[layer], ids, {start: x})) for some, x in groups]
+            ended = [i for i, part in enumerate(parts) if part.end == layer + 1]
+            for first in range(0, len(ended), self.batch):
+                some = ended[first : first + self.batch]
+                streams = [
+                    self._run(parts[i].program, ids, {name: values[n] for name, n in parts[i].given.items()})
+                    for i in some
+                ]
+                groups.append((some, torch.cat(streams)))
+        changes: dict[int, Change] = {}
+        for some, x in groups:
+            logits = self._run(self._head, ids, {given_names([self.starts[-1]])[0]: x})
+            changes |= dict(zip(some, map(reference.change, logits), strict=True))
+        return [changes[i] for i in range(len(parts))]
+
+    @torch.no_grad()
+    def reference(self, ids: torch.Tensor) -> Reference:
+        """What the original predicts in one window, int64 [T]."""
+        return Reference(ids, self._run(self.original, ids)[0])
+
+    def _run(
+        self, program: Program, ids: torch.Tensor, given: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        rows = len(next(iter(given.values()))) if given else 1
+        out: RankValues = Simulator(program, self.weights).run(ids.expand(rows, len(ids)), given=given)
+        return out[0]
+
+
+def as_computed(program: Program) -> Program:
+    """A rewritten program with every message quantized, however short, where it has formats; else on one device."""
+    return always_quantized(program) if is_quantized(program) else single_device(program)

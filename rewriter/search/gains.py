@@ -1,11 +1,9 @@
-"""What mixes gain on a fabric: predicted by simulation, layer by layer where it is to be searched, whole where it
-counts."""
+"""What mixes gain on a fabric, predicted by simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, load_fabric
@@ -16,7 +14,7 @@ from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.results import generation_seconds
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement, mix_of, recipe_of
+from rewriter.search.choices import BY_NAME, Mix, Placement, mix_of, recipe_of
 from rewriter.search.computed import keep_shared
 
 
@@ -73,105 +71,33 @@ class Gains:
     @property
     def standard(self) -> Speed:
         """The model with nothing rewritten, which every gain is compared with."""
-        found = self.speed(Mix())
-        if found is None:
+        speed = self.speed(Mix())
+        if speed is None:
             raise RewriterError(f"{self.fabric.name}: it cannot run this model on {self.workload.tp} ranks")
-        return found
+        return speed
 
 
-@dataclass(frozen=True)
-class Increments:
-    """Seconds that a generation changes by, where placements and formats of neighbouring layers add up to a mix.
+def gain_of(
+    gains: Gains, rewrite: str, starts: Sequence[int], format: str = "", base: str = Mix.base
+) -> tuple[float, float] | None:
+    """(seconds that each placement of a rewrite at one of `starts` saves of a generation, seconds that a run of them
+    loses at its first layer); None where `base` or the fabric refuses it. `rewrite` "": only messages change.
 
-    `alone`: by (placement without its order, format of its messages), everything else being standard; a placement
-    without a rewrite is one layer of which only messages change. `meeting`: by (rewrite, rewrite of the next layer), by
-    how much both together differ from the sum of the two.
+    By the simulations of one placement in the middle, and of all that have room, but the first, which may gain less.
     """
-
-    alone: Mapping[tuple[Placement, str], float]
-    meeting: Mapping[tuple[str, str], float]
-
-
-def increments(
-    gains: Gains,
-    placements: Sequence[Placement],
-    progress: Callable[[int, int], None] = lambda *_: None,
-    base: str = Mix.base,
-) -> Increments:
-    """Of the placements that apply, with each format and without, and of each pair of rewrites that meet.
-
-    Seconds differ from those of `base` alone. With one that shares tokens no block is reduced, so no format applies.
-
-    Layers of which the standard model's simulation is the same gain the same, but for the first and the last one: of
-    each kind, the one nearest to the middle is simulated.
-    """
-    kinds = _layer_kinds(gains, base)
-    formats = FORMATS if base == Mix.base else ()
-    alone_speed = gains.speed(Mix(base=base))
-    if alone_speed is None:
-        return Increments({}, {})
-    standard = alone_speed.seconds
-    layers = len(kinds)
-    plain = list(dict.fromkeys(Placement(p.start, p.rewrite) for p in placements))
-    wanted = [(p, format) for p in plain for format in ("", *formats)]
-    wanted += [(Placement(layer, ""), format) for layer in range(layers) for format in formats]
-    alike: dict[tuple[Any, ...], list[tuple[Placement, str]]] = {}
-    for placement, format in sorted(wanted, key=lambda case: abs(case[0].start - layers // 2)):
-        span = _span(placement)
-        edges = (span[0] == 0, span[-1] == layers - 1)
-        alike.setdefault((placement.rewrite, format, edges, *(kinds[n] for n in span)), []).append((placement, format))
-    names = list(dict.fromkeys(p.rewrite for p in plain))
-    pairs = [(a, b) for a in names for b in names]
-    total = len(alike) + len(pairs)
-    alone: dict[tuple[Placement, str], float] = {}
-    for done, cases in enumerate(alike.values()):
-        progress(done, total)
-        placement, format = cases[0]
-        messages = {layer: format for layer in _span(placement) if format}
-        speed = gains.speed(mix_of([placement] if placement.rewrite else [], messages, base))
-        if speed is not None:
-            alone |= dict.fromkeys(cases, speed.seconds - standard)
-    meeting: dict[tuple[str, str], float] = {}
-    for done, (first, second) in enumerate(pairs, len(alike)):
-        progress(done, total)
-        if found := _meeting(gains, (first, second), plain, alone, Mix(base=base)):
-            meeting[first, second] = found
-    return Increments(alone, meeting)
-
-
-def _span(placement: Placement) -> range:
-    return placement.layers if placement.rewrite else range(placement.start, placement.start + 1)
-
-
-def _layer_kinds(gains: Gains, base: str) -> list[int]:
-    """By layer, a number that layers share in which a pass with nothing rewritten takes the same times."""
-    program = gains.candidates.one(recipe_of(Mix(base=base)), gains.workload.tp).program
-    done = gains.predictor.simulate(program)
-    spent: dict[int, list[Any]] = {layer: [] for layer in range(gains.program.source.num_layers)}
-    for phase in (done.prefill, done.decode):
-        for span in phase.spans:
-            if span.layer is not None:
-                spent[span.layer].append((span.lane, span.nbytes, float(f"{span.seconds:.4g}")))
-    kinds: dict[str, int] = {}
-    return [kinds.setdefault(repr(sorted(times)), len(kinds)) for times in spent.values()]
-
-
-def _meeting(
-    gains: Gains,
-    names: tuple[str, str],
-    plain: Sequence[Placement],
-    alone: Mapping[tuple[Placement, str], float],
-    nothing: Mix,
-) -> float:
-    """By how much the second right after the first, in the middle, differs from the sum of the two alone."""
-    first, second = names
-    length, middle = BY_NAME[first].layers, gains.program.source.num_layers // 2
-    standard = gains.speed(nothing)
-    for start in sorted((p.start for p in plain if p.rewrite == first), key=lambda start: abs(start + length - middle)):
-        pair = [Placement(start, first), Placement(start + length, second)]
-        if any((p, "") not in alone for p in pair):
-            continue
-        speed = gains.speed(mix_of(pair, base=nothing.base))
-        if speed is not None and standard is not None:
-            return speed.seconds - standard.seconds - sum(alone[p, ""] for p in pair)
-    return 0.0
+    length = BY_NAME[rewrite].layers if rewrite else 1
+    room: list[int] = []
+    for start in sorted(starts):
+        if not room or start >= room[-1] + length:
+            room.append(start)
+    standard, times = gains.speed(Mix(base=base)), []
+    room = room[1:] or room
+    for some in ([room[len(room) // 2]], room):
+        formats = {n: format for start in some for n in range(start, start + length) if format}
+        speed = gains.speed(mix_of([Placement(start, rewrite) for start in some if rewrite], formats, base))
+        if speed is None or standard is None:
+            return None
+        times.append(standard.seconds - speed.seconds)
+    alone, whole = times
+    each = (whole - alone) / (len(room) - 1) if len(room) > 1 else alone
+    return each, each - alone

@@ -1,153 +1,170 @@
-"""What is measured on the weights in a search, each thing once: rewrites alone, orders of units, mixes."""
+"""What mixes change on windows of text, measured on the weights, each once: a cache keeps it for another search."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.search.choices import FORMATS, REWRITES, Mix, Placement, mix_of
-from rewriter.search.computed import Computed, Part, keep_shared
-from rewriter.search.losses import Change, Rise, rise_of
-from rewriter.search.orders import Arranger
-from rewriter.search.store import Store
-from rewriter.search.tails import Tails
+from rewriter.search.computed import Change, Computed, Part
+from rewriter.search.result import Rise, rise_of
 from rewriter.search.texts import Text
+from rewriter.verify.drift import available_memory
+from rewriter.weights import Checkpoint
 
-Report = Callable[[float, float], None]
-SCREENED = 128  # tokens of the first window, on which everything is measured that applies
+_AT_ONCE = 48  # mixes whose streams are computed together
+
+
+class Store:
+    """Values by key, in lines of `directory`/measured-JOB.jsonl, where JOB is a hash of what they depend on; without a
+    directory, in memory. A line that was cut off is not read.
+
+    Raises RewriterError where the directory cannot be made, its file not be written, or a line is no JSON.
+    """
+
+    def __init__(self, directory: Path | None, job: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = {}
+        self.path: Path | None = None
+        if directory is None:
+            return
+        name = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = directory / f"measured-{name}.jsonl"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            data = self.path.read_bytes() if self.path.exists() else b""
+            whole = data[: data.rfind(b"\n") + 1]
+            self.path.write_bytes(whole)
+        except OSError as error:
+            raise RewriterError(
+                f"--state {directory}: {error.strerror or error}. Name a directory that can be written"
+            ) from None
+        try:
+            for line in whole.splitlines():
+                self.values |= json.loads(line)
+        except ValueError:
+            raise RewriterError(
+                f"{self.path}: a line of it is no JSON. Remove the file; it is measured again"
+            ) from None
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Keep values, plain data, on one line."""
+        self.values |= values
+        if self.path is not None and values:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(values), allow_nan=False) + "\n")
+
+
+class StreamedWeights(Mapping[str, torch.Tensor]):
+    """The full tensors of `program` (as traced) by runtime name in fp32, read when they are asked for; at most `limit`
+    bytes are kept, by default a third of the memory that is free. Raises RewriterError for a program without weights.
+    """
+
+    def __init__(self, program: Program, limit: int | None = None) -> None:
+        lacking = [name for name, p in program.parameters.items() if p.expression is None]
+        if program.source.path is None or lacking:
+            what = f"{lacking[0]} is not in the checkpoint" if program.source.path else "it has a config and no weights"
+            raise RewriterError(
+                f"{program.source.path or program.source.model_type}: {what}, and a rise in loss is measured on the "
+                "weights. Give a directory with config.json and safetensors"
+            )
+        self.program, self.limit = program, available_memory() // 3 if limit is None else limit
+        self._checkpoint = Checkpoint.open(program.source.path)
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._kept:
+            expression = self.program.parameters[name].expression
+            assert expression is not None
+            tensor = self._checkpoint.evaluate(expression)
+            self._kept[name] = tensor.float() if tensor.is_floating_point() else tensor
+            while sum(kept.nbytes for kept in self._kept.values()) > self.limit and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(name)
+        return self._kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.program.parameters)
+
+    def __len__(self) -> int:
+        return len(self.program.parameters)
 
 
 @dataclass
 class Measurements:
-    """Of one model on one text. What is in the `store` is not measured again."""
+    """Of one model on one text. What is in the `store` is not measured again. `refused`: by rewrite that applies to no
+    layer, or not to all, why not."""
 
-    tails: Tails
+    computed: Computed
     text: Text
     store: Store
     refused: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.arranger = Arranger(self.tails, self.text.arranging)
-        self._parts: dict[str, Part] = {}
-
-    @property
-    def computed(self) -> Computed:
-        return self.tails.computed
-
-    # --- what applies ---
+    _parts: dict[Mix, Part] = field(default_factory=dict)  # of single rewrites
 
     def applicable(self) -> list[Mix]:
-        """Every rewrite of every layer that applies, alone; `refused` says of the others why not."""
-        found: list[Mix] = []
-        for rewrite in REWRITES:
-            if rewrite.bound and self.computed.ranks == 1:
-                self.refused[rewrite.name] = "it is bound to its ranks, and there is one"
-                continue
-            for start in range(self.computed.layers - rewrite.layers + 1):
-                self._add(found, rewrite.name, mix_of([Placement(start, rewrite.name)]))
-        for format in FORMATS if self.computed.ranks > 1 else ():
-            for layer in range(self.computed.layers):
-                self._add(found, format, mix_of([], {layer: format}))
-        return found
+        """Every rewrite of every layer that applies, and every format of messages of every layer, alone."""
+        layers = self.computed.layers
+        mixes = [
+            (rewrite.name, mix_of([Placement(start, rewrite.name)]))
+            for rewrite in REWRITES
+            for start in range(layers - rewrite.layers + 1)
+        ]
+        mixes += [(name, mix_of([], {layer: name})) for name in FORMATS for layer in range(layers)]
+        for name, mix in mixes:
+            try:
+                self._parts[mix] = self.computed.part(mix)
+            except RewriterError as error:
+                self.refused.setdefault(name, str(error))
+        return list(self._parts)
 
-    def _add(self, found: list[Mix], name: str, mix: Mix) -> None:
-        try:
-            self.part(mix)
-            found.append(mix)
-        except RewriterError as error:
-            self.refused.setdefault(name, str(error))
+    def alone(self, mixes: Sequence[Mix], report: Callable[[float, float], None]) -> dict[Mix, Change]:
+        """What each mix changes in the first window of the calibration text."""
+        changes = self._changes(mixes, self.text.calibration[:1], "alone", report)
+        return {mix: of_windows[0] for mix, of_windows in changes.items()}
 
-    def part(self, mix: Mix) -> Part:
-        """What differs under a mix; the order of units does not matter to it. Those of single rewrites are kept."""
-        plain = replace(mix, placements=tuple(replace(p, ordered=False) for p in mix.placements), base=Mix.base)
-        if plain.key in self._parts:
-            return self._parts[plain.key]
-        made = self.computed.part(plain)
-        keep_shared(self.computed.known)
-        if len(plain.placements) + len(plain.formats) == 1:
-            self._parts[plain.key] = made
-        return made
-
-    # --- each alone ---
-
-    def alone(self, mixes: Sequence[Mix], window: int, tokens: int, report: Report) -> dict[Mix, Change]:
-        """What each of them changes in the first `tokens` tokens of a window of the calibration text."""
-        ids = self.text.calibration[window, :tokens]
-        keys = {mix: f"alone {window} {len(ids)} {mix.key}" for mix in mixes}
-        missing = [mix for mix, key in keys.items() if key not in self.store]
-        for first in range(0, len(missing), _AT_ONCE):
-            some = missing[first : first + _AT_ONCE]
-            parts = [(self.part(mix), self.weights(mix)) for mix in some]
-            begun, share = first / len(missing), len(some) / len(missing)
-            made = self.tails.alone(parts, ids, partial(_report, report, begun, share))
-            self.store.put({keys[mix]: _plain(change) for mix, change in zip(some, made, strict=True)})
-        return {mix: Change(*self.store[key]) for mix, key in keys.items()}
-
-    # --- orders ---
-
-    def orders(self, mixes: Sequence[Mix], report: Report) -> list[Mix]:
-        """Those of single placements whose units get another order, with that order."""
-        found = []
-        for done, mix in enumerate(mixes):
-            report(done, len(mixes))
-            (placement,) = mix.placements
-            key = f"order {placement}"
-            if key not in self.store:
-                self.store.put({key: self.arranger.order(self.part(mix))})
-            if self.store[key]:
-                found.append(mix_of([replace(placement, ordered=True)]))
-        return found
-
-    def order_of(self, mix: Mix) -> dict[str, str]:
-        """By block, the rank of each unit, of the placements of a mix that are ordered."""
-        found: dict[str, str] = {}
-        for placement in mix.placements:
-            if placement.ordered:
-                found |= self.store[f"order {replace(placement, ordered=False)}"]
-        return found
-
-    def weights(self, mix: Mix) -> Mapping[str, torch.Tensor]:
-        """What a mix computes with."""
-        return self.arranger.weights(self.order_of(mix))
-
-    # --- mixes ---
-
-    def mixed(self, mix: Mix, held_out: bool = False) -> Rise:
-        """The rise in loss of a mix on the calibration text, or on what was held out."""
-        windows = self.text.held_out if held_out else self.text.calibration
-        what = "held out" if held_out else "mix"
-        loss = self.loss(held_out)
-        function = replace(mix, base=Mix.base)  # ranks that share tokens compute the same, on every grid
-        key = f"{what} {function.key}"
-        if not function.touched and not function.keys:
-            return Rise(loss, 0.0, 0.0, 0.0)
-        if key not in self.store:
-            if function.keys:
-                made = self.tails.whole(self.computed.sharing(function), windows)
-            else:
-                made = self.tails.mixed(self.part(function), self.weights(function), windows)
-            self.store.put({key: [_plain(change) for change in made]})
-        return rise_of([Change(*change) for change in self.store[key]], loss, self.text.own)
+    def rises(
+        self, mixes: Sequence[Mix], report: Callable[[float, float], None] = lambda *_: None, held_out: bool = False
+    ) -> dict[Mix, Rise]:
+        """The rise in loss of each mix on the calibration text, or on what was held out. Ranks that share tokens
+        compute the same as others."""
+        windows, what = (self.text.held_out, "held out") if held_out else (self.text.calibration, "mix")
+        functions = {mix: replace(mix, base=Mix.base) for mix in mixes}
+        touched = list(dict.fromkeys(mix for mix in functions.values() if mix.touched))
+        changes, loss = self._changes(touched, windows, what, report), self.loss(held_out)
+        return {
+            mix: rise_of(changes[own], loss, self.text.own) if own.touched else Rise(loss, 0.0, 0.0, 0.0)
+            for mix, own in functions.items()
+        }
 
     def loss(self, held_out: bool = False) -> float:
         """The original's loss, nats per token."""
-        key = f"loss {'held out' if held_out else 'calibration'}"
-        if key not in self.store:
-            self.store.put({key: self.tails.loss(self.text.held_out if held_out else self.text.calibration)})
-        return float(self.store[key])
+        key, windows = ("loss held out", self.text.held_out) if held_out else ("loss", self.text.calibration)
+        if key not in self.store.values:
+            total = sum(self.computed.reference(ids).loss for ids in windows)
+            self.store.put({key: total / (windows.shape[0] * (windows.shape[1] - 1))})
+        return float(self.store.values[key])
 
-
-def _report(report: Report, begun: float, share: float, done: float) -> None:
-    report(begun + share * done, 1)
-
-
-_AT_ONCE = 48  # variants of which the measurements are kept together
-
-
-def _plain(change: Change) -> list[Any]:
-    return [change.divergence, change.rise, change.tokens, change.predicted]
+    def _changes(
+        self, mixes: Sequence[Mix], windows: torch.Tensor, what: str, report: Callable[[float, float], None]
+    ) -> dict[Mix, list[Change]]:
+        """What each mix changes on each of `windows`, int64 [N, T]."""
+        keys = {mix: f"{what} {mix.key}" for mix in mixes}
+        missing = [mix for mix, key in keys.items() if key not in self.store.values]
+        for first in range(0, len(missing), _AT_ONCE):
+            some = missing[first : first + _AT_ONCE]
+            parts = [self._parts.get(mix) or self.computed.part(mix) for mix in some]
+            made = []
+            for n, ids in enumerate(windows):
+                report(first + len(some) * n / len(windows), len(missing))
+                made.append(self.computed.changes(parts, ids))
+            by_mix = zip(some, zip(*made, strict=True), strict=True)
+            self.store.put({keys[mix]: [asdict(change) for change in changes] for mix, changes in by_mix})
+        return {mix: [Change(**change) for change in self.store.values[key]] for mix, key in keys.items()}

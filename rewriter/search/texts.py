@@ -1,8 +1,7 @@
-"""What a rise in loss is measured on: tokens in windows, some to order units by, some to choose by, some held out."""
+"""What a rise in loss is measured on: tokens in windows, some to choose by, some held out."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,32 +21,24 @@ WINDOW = 256
 class Text:
     """Windows of tokens, int64 [windows, tokens], none of which overlap.
 
-    `arranging`: what orders of heads and channels are found on. `calibration`: what rises in loss are measured on, and
-    a mix is chosen by. `held_out`: what the chosen mix is measured on at last. `described`: what they are, in words.
-    `own`: the model wrote them itself.
+    `calibration`: what rises in loss are measured on, and a mix is chosen by. `held_out`: what the chosen mix is
+    measured on at last. `described`: what they are. `own`: the model wrote them itself.
     """
 
-    arranging: torch.Tensor
     calibration: torch.Tensor
     held_out: torch.Tensor
     described: str
     own: bool = False
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all tokens: texts that differ have measurements of their own."""
-        parts = (self.arranging, self.calibration, self.held_out)
-        return hashlib.sha256(b"".join(str(p.tolist()).encode() for p in parts)).hexdigest()
-
 
 def text_for(
     program: Program,
     given: str | None,
-    counts: tuple[int, int, int],
+    counts: tuple[int, int],
     seed: int = 0,
     report: Callable[[float, float], None] = lambda *_: None,
 ) -> Text:
-    """Windows to arrange, to calibrate and to hold out, as many as `counts` says where the text is long enough.
+    """Windows to calibrate and to hold out, as many as `counts` says where the text is long enough.
 
     Of a `given` text; else the model writes one itself, word by word as it predicts them (temperature 1), from `seed`.
     On such a text the expected rise in loss is the divergence from the original, and it is of the kind that the model
@@ -55,27 +46,20 @@ def text_for(
     gives no three windows.
     """
     length = min(WINDOW, context_length(program.source.config))
-    own = given is None and (program.source.path is None or too_large(program) is None)
+    own = given is None and too_large(program) is None
     if own:
         windows, described = written(program, sum(counts), length, seed, report), "text that the model wrote itself"
     else:
         what = "the packaged text" if given is None else "the given text"
         windows = _read(program, given if given is not None else CALIBRATION.read_text(encoding="utf-8"), length, what)
         described = what
-    arranging, calibration, held_out = _shares(len(windows), counts)
-    parts = windows[: arranging + calibration + held_out].split([arranging, calibration, held_out])
+    held_out = counts[1] if len(windows) >= sum(counts) else max(1, len(windows) * counts[1] // sum(counts))
+    chosen = windows[: sum(counts)]
     # what is held out is the end of a text, which is furthest from what was searched with
     return Text(
-        parts[0], parts[1], parts[2], f"{described}, {held_out * windows.shape[1]:,} tokens of it held out", own
-    )
-
-
-def _shares(windows: int, counts: tuple[int, int, int]) -> tuple[int, int, int]:
-    if windows >= sum(counts):
-        return counts
-    arranging = max(1, windows * counts[0] // sum(counts))
-    held_out = max(1, windows * counts[2] // sum(counts))
-    return arranging, windows - arranging - held_out, held_out
+        chosen[:-held_out], chosen[-held_out:],
+        f"{described}, {held_out * windows.shape[1]:,} tokens of it held out", own,
+    )  # fmt: skip
 
 
 def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
@@ -86,9 +70,9 @@ def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
             "directory, or leave out --calibration: the model then writes a text itself"
         )
     tokenizer.model_max_length = 1 << 30
-    found = tokenizer(text, add_special_tokens=False).input_ids
-    check_tokens(what, found, vocabulary_of(program), tokenizer)
-    ids = torch.tensor(found)
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    check_tokens(what, tokens, vocabulary_of(program), tokenizer)
+    ids = torch.tensor(tokens)
     while length > 16 and len(ids) < 12 * length:  # a short text in shorter windows
         length //= 2
     count = len(ids) // length
@@ -109,9 +93,7 @@ def written(
     Each begins with the token that begins a text, or a random one where the model has none.
     """
     config, path = program.source.config, program.source.path
-    if path is None:
-        raise RewriterError(f"model type {program.source.model_type!r}: it has a config and no weights to write with")
-    model = load_host(path, program.source.remote_code, torch.float32)
+    model = load_host(str(path), program.source.remote_code, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     vocabulary, first = vocabulary_of(program), top_setting(config, "bos_token_id")
     ids = torch.randint(vocabulary, (count, 1), generator=generator)

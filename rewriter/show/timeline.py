@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rewriter.common.numbers import digits, duration
+from rewriter.common.svg import number, path, rectangle, strokes, svg, text, ticks
 from rewriter.predict.results import Phase, Span
-from rewriter.predict.svg import drawing, number, path, rectangle, strokes, text, ticks
 
 WIDTH, LEFT, RIGHT = 1000.0, 104.0, 12.0
 LANE, ZOOMED = 14.0, 24.0  # heights
@@ -50,8 +50,8 @@ def window(phase: Phase, layers: Sequence[int]) -> tuple[float, float]:
     return min(s.start for s in inside), max(s.end for s in inside)
 
 
-def timeline(name: str, title: str, phase: Phase, common: Scale) -> str:
-    """The drawing. `name`: unique in the page; `title`: the recipe and the pass."""
+def timeline(title: str, phase: Phase, common: Scale) -> str:
+    """The drawing. `title`: the recipe and the pass."""
     unit, word = (1e-3, "ms") if common.seconds >= 1e-3 else (1e-6, "µs")
     streams = range(common.streams)
     rows = ["compute", *(("communication",) if len(streams) == 1 else (f"comm. stream {s}" for s in streams))]
@@ -68,7 +68,7 @@ def timeline(name: str, title: str, phase: Phase, common: Scale) -> str:
         parts.append(text(LEFT - 8, top + LANE - 3, label, "m e"))
         parts += _lane(phase, row, top + LANE / 2, per_second)
     if not common.layers or not common.window:
-        return drawing(name, WIDTH, bottom + 2, title, _summary(phase), parts)
+        return svg(WIDTH, bottom + 2, title, _summary(phase), "", parts)
     x0, x1 = LEFT + low * per_second, LEFT + high * per_second
     below = bottom + 18
     width = (high - low) * ACROSS / common.window
@@ -77,7 +77,7 @@ def timeline(name: str, title: str, phase: Phase, common: Scale) -> str:
     funnel += f"M{number(x1)} {number(bottom)}L{number(LEFT + width)} {number(below)}"
     parts.append(path(frame + funnel, "r"))
     parts += _enlarged(phase, common, rows, below + 2)
-    return drawing(name, WIDTH, below + 4 + len(rows) * (ZOOMED + 4), title, _summary(phase), parts)
+    return svg(WIDTH, below + 4 + len(rows) * (ZOOMED + 4), title, _summary(phase), "", parts)
 
 
 def _summary(phase: Phase) -> str:

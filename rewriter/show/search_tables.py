@@ -1,4 +1,4 @@
-"""What a search found, for the terminal: the front as a table and a plot, the chosen mix layer by layer."""
+"""The result of a search for the terminal: the front as a table and a plot, the chosen mix layer by layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rich.text import Text
 from rewriter.common.numbers import duration, times
 from rewriter.common.tables import plain_table
 from rewriter.passes.selection import spans
-from rewriter.search.choices import WORDS, Mix
-from rewriter.search.losses import Rise
-from rewriter.search.result import Point, SearchResult
+from rewriter.search.choices import DOES, Mix
+from rewriter.search.result import Point, Rise, SearchResult
 
 COLUMNS = ("per token", "speedup", "rise in loss", "KL", "estimated", "held out")
 NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix beside all of them
@@ -33,41 +32,41 @@ _ROOM = 120  # characters of a line that all columns need
 class SearchReport:
     """What `rewrite search` prints; rich renders it as wide as the terminal is."""
 
-    found: SearchResult
+    result: SearchResult
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        found = self.found
-        yield Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
-        if found.modelled:
+        result = self.result
+        yield Text.assemble((model_name(result), "bold"), " on ", (result.fabric, "bold"), f": {setting(result)}")
+        if result.modelled:
             yield Text("MODELLED: this fabric's figures are computed, not measured.", style="bold yellow")
         yield Text()
         wide = options.max_width >= _ROOM
-        yield _table(found, COLUMNS if wide else NARROW)
+        yield _table(result, COLUMNS if wide else NARROW)
         yield Text(LEGEND if wide else NARROW_LEGEND, style="dim")
         yield Text()
-        yield Text(plot(found.points, found.chosen, min(max(options.max_width - 12, _NARROWEST), _WIDEST)))
+        yield Text(plot(result.points, result.chosen, min(max(options.max_width - 12, _NARROWEST), _WIDEST)))
         yield Text()
-        yield Text.assemble("chosen: ", (headline(found), "bold"))
-        for line in layers_of(found.chosen.mix):
+        yield Text.assemble("chosen: ", (headline(result), "bold"))
+        for line in layers_of(result.chosen.mix):
             yield Text(f"  {line}")
-        for note in notes(found):
+        for note in notes(result):
             yield Text(note, style="dim")
 
 
-def model_name(found: SearchResult) -> str:
-    return Path(found.model).name or found.model
+def model_name(result: SearchResult) -> str:
+    return Path(result.model).name or result.model
 
 
-def setting(found: SearchResult) -> str:
+def setting(result: SearchResult) -> str:
     """The job in words."""
-    load, ranks = found.workload, math.prod(found.ranks.values())
+    load, ranks = result.workload, math.prod(result.ranks.values())
     job = f"batch {load['batch']}, {load['prompt']:,} + {load['generate']:,} tokens"
-    return f"{ranks} ranks, {job}, a rise in loss of {share(found.budget)} at most"
+    return f"{ranks} ranks, {job}, a rise in loss of {share(result.budget)} at most"
 
 
-def headline(found: SearchResult) -> str:
+def headline(result: SearchResult) -> str:
     """The result in a sentence."""
-    chosen = found.chosen
+    chosen = result.chosen
     held_out = "" if chosen.held_out is None else f", {share(chosen.held_out.relative)} on text that was held out"
     return (
         f"{times(chosen.speedup)} the speed of plain tensor parallelism (predicted), for a rise in loss of "
@@ -78,31 +77,23 @@ def headline(found: SearchResult) -> str:
 def layers_of(mix: Mix) -> list[str]:
     """What each rewrite is, and the layers that it has."""
     lines = [] if mix.base == Mix.base else [f"{mix.base}: ranks share the tokens of a sequence"]
-    lines += [f"keys and values travel as {mix.keys}"] if mix.keys else []
     layers: dict[str, list[int]] = {}
     for p in mix.placements:
         layers.setdefault(p.rewrite, []).extend(p.layers)
     for layer, name in mix.formats:
         layers.setdefault(name, []).append(layer)
     width = max((len(name) for name in layers), default=0)
-    lines += [f"{name:{width}}  layers {spans(sorted(chosen))}: {WORDS[name]}" for name, chosen in layers.items()]
-    if ordered := sum(p.ordered for p in mix.placements):
-        lines.append(f"heads and channels in a measured order, for {ordered} of them")
+    lines += [f"{name:{width}}  layers {spans(sorted(chosen))}: {DOES[name]}" for name, chosen in layers.items()]
     return lines
 
 
-def notes(found: SearchResult) -> list[str]:
+def notes(result: SearchResult) -> list[str]:
     """What must be known beside the figures."""
     said = [
-        f"Measured on {found.text}. The original's loss is {found.loss:.3f} nats per token. The orders of estimated "
-        f"and measured cost agree by {found.agreement:.2f} (Kendall's tau), after {found.rounds} rounds."
+        f"Measured on {result.text}. The original's loss is {result.loss:.3f} nats per token. The orders of estimated "
+        f"and measured cost agree by {result.agreement:.2f} (Kendall's tau), after {result.rounds} rounds."
     ]
-    said += [f"Not applied, {name}: {why}" for name, why in found.not_applied.items()]
-    if found.healed is not None:
-        said.append(
-            f"Healed with {found.healed.tokens:,} tokens: a rise of {share(found.healed.after.relative)} on held-out "
-            f"text, after {share(found.healed.before.relative)}. The trained model: {found.healed.directory}"
-        )
+    said += [f"Not applied, {name}: {why}" for name, why in result.not_applied.items()]
     return said
 
 
@@ -121,9 +112,7 @@ def cells(point: Point) -> dict[str, str]:
 def named(mix: Mix) -> str:
     """A mix in few words: how many layers each rewrite has."""
     counts = [f"{count} {name}" for name, count in mix.counts().items()]
-    words = [] if mix.base == Mix.base else [mix.base]
-    words += [f"keys and values {mix.keys}"] if mix.keys else []
-    return ", ".join([*words, *counts]) or mix.base
+    return ", ".join([*([] if mix.base == Mix.base else [mix.base]), *counts]) or mix.base
 
 
 def share(value: float) -> str:
@@ -137,10 +126,10 @@ def rise_of(rise: Rise) -> str:
     return share(rise.relative) + (f" ± {share(rise.relative_error)}" if rise.error else "")
 
 
-def _table(found: SearchResult, columns: Sequence[str]) -> Table:
+def _table(result: SearchResult, columns: Sequence[str]) -> Table:
     table = plain_table(None, "mix", *columns, whole=columns)
-    for point in found.front:
-        style = "bold" if point.mix == found.chosen.mix else ""
+    for point in result.front:
+        style = "bold" if point.mix == result.chosen.mix else ""
         table.add_row(named(point.mix), *(cells(point)[name] for name in columns), style=style)
     return table
 
