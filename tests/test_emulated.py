@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from rewriter.common.errors import RewriterError
 from rewriter.emulation import EmulationConfig
 from rewriter.emulation.delay_cpu import DelayEngine
-from rewriter.emulation.heterogeneous import slowest
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous
 from rewriter.emulation.values import MessageSource
@@ -441,13 +440,6 @@ def test_real_ranks_that_disagree_or_leave_are_named():
     with pytest.raises(CollectiveAborted, match="rank 5 has left the job"):
         begin(0, sequence=3).wait()
     engines[0].close()
-
-
-def test_a_step_is_as_long_as_that_of_its_slowest_class():
-    steps = slowest({0: [1.0, 3.0, 2.0], 4: [2.0, 1.0, 2.0]})
-    assert [(step.seconds, step.rank) for step in steps] == [(2.0, 4), (3.0, 0), (2.0, 0)]
-    with pytest.raises(RewriterError, match="expected equally many"):
-        slowest({0: [1.0], 4: []})
 
 
 def test_a_job_writes_how_long_it_took(tmp_path):

@@ -50,7 +50,7 @@ class DelayEngines:
         if self._rendezvous is not None:
             raise RewriterError(
                 f"emulated backend: several real ranks with tensors on {device}. On GPUs run one real rank at a "
-                "time, and take the slowest (rewriter.emulation.heterogeneous)"
+                "time (`python -m rewriter.emulation --in-turn`), and take the slowest"
             )
         with self._lock:
             if device not in self._cuda:
@@ -145,17 +145,17 @@ def _configured(config: EmulationConfig, model: DelayModel | None, options: Any,
         )
     if rank not in real:
         raise RewriterError(f"emulated backend: this is rank {rank}, but the real ones are {', '.join(map(str, real))}")
-    if config.mode == "wire":
+    if config.mode == "wire" and config.environment is None:
+        raise RewriterError(
+            "emulated backend: mode wire, but no environment process. Start the script with "
+            "`python -m rewriter.emulation --mode wire`"
+        )
+    rendezvous = Rendezvous(options.store, real, rank, seconds) if len(real) > 1 else None
+    if config.environment is not None:
         from rewriter.emulation.wire_mode import WireEngine
 
-        if config.environment is None:
-            raise RewriterError(
-                "emulated backend: mode wire, but no environment process. Start the script with "
-                "`python -m rewriter.emulation --mode wire`"
-            )
         pace = config.pace() if model is None else model
-        # no other rank's objects travel
-        return _EmulatedJob(WireEngine(config.environment, rank, real, pace), (rank,), config.seconds_file)
-    rendezvous = Rendezvous(options.store, real, rank, seconds) if len(real) > 1 else None
+        engine = WireEngine(config.environment, rendezvous, pace)
+        return _EmulatedJob(engine, (rank,), config.seconds_file)  # no other rank's objects travel
     engines = DelayEngines(config.delay_model() if model is None else model, rendezvous)
     return _EmulatedJob(engines, real, config.seconds_file)

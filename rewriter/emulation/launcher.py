@@ -12,7 +12,6 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED, Processes, environment, free_port, place
 from rewriter.common.scratch import scratch_folder
 from rewriter.emulation.config import EmulationConfig
-from rewriter.emulation.heterogeneous import slowest
 
 _ENVIRONMENT = "the environment process"
 
@@ -71,8 +70,8 @@ def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module:
             found[rank] = float(file.read_text(encoding="ascii"))
     for rank, seconds in found.items():
         sys.stderr.write(f"rank {rank}: {seconds:.6g} s\n")
-    (job,) = slowest({rank: [seconds] for rank, seconds in found.items()})
-    sys.stderr.write(f"the job: {job.seconds:.6g} s, as long as rank {job.rank}\n")
+    longest = max(found, key=found.__getitem__)
+    sys.stderr.write(f"the job: {found[longest]:.6g} s, as long as rank {longest}\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Several real ranks in one job: each reports to the others when it comes to a collective, over TCP.
+"""Several real ranks in one job on this machine: each reports to the others when it comes to a collective, over TCP.
 
 A collective begins when its last real member has come. What one of them sends to the others that is more than time (the
 values of a broadcast, of a message) travels along, where it is small or a program's own bookkeeping: integers.
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +41,6 @@ class _Arrivals:
 class _RealPeer:
     rank: int
     connection: Connection
-    near: bool  # its clock is ours
     sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in different threads
 
 
@@ -58,9 +54,9 @@ class Rendezvous:
         self.real, self.own = real, own
         self._lock = threading.Lock()
         self._arrivals: dict[str, _Arrivals] = {}
-        self._early: dict[str, list[tuple[int, dict[str, Any], bytes, float]]] = {}
+        self._early: dict[str, list[tuple[int, dict[str, Any], bytes]]] = {}
         self._gone: dict[int, str] = {}
-        self._peers = {peer.rank: peer for peer in _connected(store, real, own, timeout)}
+        self._peers = _connected(store, real, own, timeout)
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="rewriter-rendezvous", daemon=True)
         self._thread.start()
@@ -90,15 +86,15 @@ class Rendezvous:
                 self._fail(key, rank)
         return True
 
-    def _came(self, rank: int, line: dict[str, Any], values: bytes, came: float) -> None:
+    def _came(self, rank: int, line: dict[str, Any], values: bytes) -> None:
         with self._lock:
             arrivals = self._arrivals.get(line["key"])
             if arrivals is None:
-                self._early.setdefault(line["key"], []).append((rank, line, values, came))
+                self._early.setdefault(line["key"], []).append((rank, line, values))
                 return
             wrong = line["what"] != _what(arrivals.operation)
             arrivals.missing.discard(rank)
-            arrivals.last = max(arrivals.last, came)
+            arrivals.last = max(arrivals.last, line["time"])
             arrivals.values = values or arrivals.values
             if arrivals.missing and not wrong:
                 return
@@ -132,7 +128,7 @@ class Rendezvous:
                     del peers[ready]
                     self._leave(peer)
                 else:
-                    self._came(peer.rank, line, carried, line["time"] if peer.near else time.monotonic())
+                    self._came(peer.rank, line, carried)
 
     def _leave(self, peer: _RealPeer) -> None:
         self._gone[peer.rank] = "has left the job"
@@ -183,25 +179,22 @@ def write(values: bytes, outputs: tuple[Tensor, ...]) -> None:
             x.data.copy_(part.clone().view(x.dtype).view(x.shape))
 
 
-def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> list[_RealPeer]:
+def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> dict[int, _RealPeer]:
     """A connection to each other real rank: the higher rank connects to the lower."""
-    here = f"{socket.gethostname()} {_boot()}"
-    peers = []
+    peers = {}
 
-    def add(rank: int, connection: socket.socket, there: str) -> None:
+    def add(rank: int, connection: socket.socket) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peers.append(_RealPeer(rank, Connection(connection.detach()), there == here))
+        peers[rank] = _RealPeer(rank, Connection(connection.detach()))
 
-    address = "127.0.0.1" if _local() else socket.gethostbyname(socket.gethostname())
-    with socket.create_server(("127.0.0.1" if _local() else "", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(timeout)
-        store.set(f"rewriter/rendezvous/{own}", json.dumps([address, server.getsockname()[1], here]))
+        store.set(f"rewriter/rendezvous/{own}", str(server.getsockname()[1]))
         for rank in (r for r in real if r < own):
-            host, port, there = json.loads(store.get(f"rewriter/rendezvous/{rank}"))
-            connection = socket.create_connection((host, port), timeout)
-            connection.sendall(json.dumps([own, here]).encode() + b"\n")
-            add(rank, connection, there)
+            connection = socket.create_connection(("127.0.0.1", int(store.get(f"rewriter/rendezvous/{rank}"))), timeout)
+            connection.sendall(own.to_bytes(4, "little"))
+            add(rank, connection)
         for _ in (r for r in real if r > own):
             try:
                 connection, _ = server.accept()
@@ -209,18 +202,5 @@ def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> l
                 raise RewriterError(
                     f"emulated job: not all real ranks {list(real)} came within {timeout:g} s. Start each of them"
                 ) from None
-            rank, there = json.loads(connection.makefile("rb", buffering=0).readline())
-            add(rank, connection, there)
+            add(int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little"), connection)
     return peers
-
-
-def _local() -> bool:
-    """Whether all ranks are started on this machine, as the launcher does."""
-    return os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost")
-
-
-def _boot() -> str:
-    """Processes of one boot of one machine read one clock."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
