@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from rewriter.cli import main
 from rewriter.fabric import Call, fabrics, load_fabric
-from rewriter.fabric.curves import Point
+from rewriter.fabric.tables import Point
 from rewriter.predict import timing
 
 HEADER = """\

@@ -74,6 +74,7 @@ class _EmulatedJob:
     engine: Engine
     real: tuple[int, ...]
     seconds_file: str | None = None
+    rendezvous: Rendezvous | None = None
     begun: float = field(default_factory=time.monotonic)
 
 
@@ -84,8 +85,8 @@ def register() -> None:
     """Make `init_process_group("emulated")` known to torch; once is enough, more is allowed.
 
     REWRITER_EMULATE names what is emulated (see `EmulationConfig`), which the launcher sets, or by `pg_options` of
-    init_process_group: an EmulationConfig; a model of delays (`rewriter.fabric.DelayModel`), with this process as the
-    only real rank; a pair of both, where the model is none that a fabric names; or an Engine.
+    init_process_group: an EmulationConfig; or, with this process as the only real rank, a model of delays
+    (`rewriter.fabric.DelayModel`) or an Engine.
     """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -106,15 +107,22 @@ def _create(options: Any, given: Any) -> EmulatedGroup:
     return EmulatedGroup(everyone, options.group_rank, _job.engine, seconds, options.store, _job.real, _close)
 
 
-@atexit.register
 def _close() -> None:
-    """Also where a program forgets to: a thread that comes back to an interpreter that is gone would crash."""
     global _job
     if _job is not None:
         _job.engine.close()
         if _job.seconds_file is not None:
             Path(_job.seconds_file).write_text(f"{time.monotonic() - _job.begun}", encoding="ascii")
         _job = None
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Also where a program forgets to: a thread that comes back to an interpreter that is gone would crash. Other ranks
+    learn of it with the end of this process, so that a failure's exit code is known before theirs."""
+    if _job is not None and _job.rendezvous is not None:
+        _job.rendezvous.leaves_last = True
+    _close()
 
 
 def _job_of(given: Any, options: Any, seconds: float) -> _EmulatedJob:
@@ -128,16 +136,14 @@ def _job_of(given: Any, options: Any, seconds: float) -> _EmulatedJob:
     if given is None:
         given = EmulationConfig.from_environment()
     if isinstance(given, EmulationConfig):
-        given = given, None
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], EmulationConfig):
-        return _configured(*given, options, seconds)
+        return _configured(given, options, seconds)
     raise RewriterError(
         f"emulated backend: {EMULATED} is not set, and pg_options is {given!r}. Start the script with "
         "`python -m rewriter.emulation`, or give an EmulationConfig as pg_options"
     )
 
 
-def _configured(config: EmulationConfig, model: DelayModel | None, options: Any, seconds: float) -> _EmulatedJob:
+def _configured(config: EmulationConfig, options: Any, seconds: float) -> _EmulatedJob:
     rank, real = options.group_rank, config.real
     if config.world_size != options.group_size:
         raise RewriterError(
@@ -154,8 +160,7 @@ def _configured(config: EmulationConfig, model: DelayModel | None, options: Any,
     if config.environment is not None:
         from rewriter.emulation.wire_mode import WireEngine
 
-        pace = config.pace() if model is None else model
-        engine = WireEngine(config.environment, rendezvous, pace)
-        return _EmulatedJob(engine, (rank,), config.seconds_file)  # no other rank's objects travel
-    engines = DelayEngines(config.delay_model() if model is None else model, rendezvous)
-    return _EmulatedJob(engines, real, config.seconds_file)
+        engine = WireEngine(config.environment, rendezvous, config.pace())
+        # no other rank's objects travel
+        return _EmulatedJob(engine, (rank,), config.seconds_file, rendezvous)
+    return _EmulatedJob(DelayEngines(config.delay_model(), rendezvous), real, config.seconds_file, rendezvous)

@@ -25,7 +25,7 @@ from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.exchange import Announced, Connection, Exchange, Loop
 from rewriter.emulation.wire_mode import endpoint
 from rewriter.fabric import DelayModel, Links
-from rewriter.fabric.rank_groups import directed_delay
+from rewriter.fabric.calls import directed_delay
 
 # What may pass within so many seconds passes now: a rank that is woken for every message of a short operation would be
 # late. Its last message says when the operation may end.

@@ -1,4 +1,4 @@
-"""What passes between a real rank and the environment process in wire mode, and the loop that serves it at both ends.
+"""Messages between a real rank and the environment process in wire mode: their format, and the loop that both ends run.
 
 A rank opens one connection for each of its process groups, as gloo does, and one for each pair of ranks between which
 it sends single messages. It says of each operation what it is (`Announced`); then both ends know which messages will
@@ -110,7 +110,7 @@ class Exchange:
         return ZEROS[: message.length]
 
     def due(self) -> int:
-        """Of the message that was sent last, see `frame`."""
+        """Nanoseconds to tell with the message that was sent last, see `frame`."""
         return 0
 
     def place(self, message: PlannedMessage) -> memoryview | None:
@@ -246,7 +246,7 @@ class Connection:
 
 
 class Loop:
-    """Serves `connections` in one thread. `failed` says what to do with one that is over, for whatever reason."""
+    """Serves `connections` in one thread. `failed` says what to do with one that has ended."""
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []

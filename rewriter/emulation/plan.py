@@ -1,4 +1,4 @@
-"""Which messages a rank exchanges with all others in one collective, and which of them wait for which.
+"""Messages that a rank exchanges with all others in one collective, and their order.
 
 That is the collective's own graph as one real rank sees it (NeuronaBox, arXiv 2405.02969, section 2.2): what passes
 between other ranks is left out. Messages of one direction follow each other, so the graph is two chains with edges

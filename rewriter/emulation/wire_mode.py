@@ -29,7 +29,7 @@ from rewriter.emulation.plan import SEGMENT, PlannedMessage
 from rewriter.emulation.rendezvous import Rendezvous
 from rewriter.emulation.work import CollectiveAborted, EmulatedWork, Timer
 from rewriter.fabric import DelayModel
-from rewriter.fabric.rank_groups import directed_delay
+from rewriter.fabric.calls import directed_delay
 
 CONNECT_SECONDS = 60.0
 
@@ -221,7 +221,7 @@ class WireEngine(Loop):
 
 
 class _Reported(Exception):
-    """What the environment process says went wrong."""
+    """A failure that the environment process reports."""
 
 
 def _heard(type: int, body: bytes) -> None:

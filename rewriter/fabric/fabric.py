@@ -1,28 +1,31 @@
-"""One fabric: nodes of devices, the links that join them, and how long collectives on it take."""
+"""Fabrics: nodes of devices, the links that join them, how long collectives on them take; and those that ship."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
+from rewriter.common.yaml_documents import read_file
 from rewriter.fabric.alpha_beta import PLAIN, Algorithm, AlphaBeta, Protocol
-from rewriter.fabric.backends import BEST, FUSED, Best, Fused, FusedSum
-from rewriter.fabric.calls import Call, Delay, DelayModel, Kind
+from rewriter.fabric.calls import Call, Delay, DelayModel, Kind, received_bytes
 from rewriter.fabric.links import Channel, Device, Link
-from rewriter.fabric.measured_delays import Measured
+from rewriter.fabric.measured_delays import BEST, FUSED, Best, Fused, FusedSum, Measured
 from rewriter.fabric.overlap import NONE, Overlap
-from rewriter.fabric.rank_groups import received_bytes
-from rewriter.fabric.shipped_tables import Table, TableKey, find
+from rewriter.fabric.tables import Table, TableKey, find
 
 # NCCL starts another block once each of its 512 threads has 8 bytes per rank of the group (src/include/comm.h,
 # NCCL_LL_THREAD_THRESHOLD); kernels like vLLM's once each of 512 has 16 bytes to load (csrc/custom_all_reduce.cuh).
 _NCCL_BLOCK, _CUSTOM_BLOCK = 8 * 512, 16 * 512
+LIBRARY = Path(__file__).parent / "library"
 _MODELS = "rewriter.delay_models"  # the group of entry points of other packages' delay models
 NO_CODE = (
     " A fabric's file names no code, since importing it would run it. Register the class as an entry point of the "
@@ -34,7 +37,7 @@ MakeModel: TypeAlias = Callable[..., DelayModel]
 
 @dataclass(frozen=True)
 class TableChoice:
-    """A shipped table by name: see `rewriter.fabric.shipped_tables.find`."""
+    """A shipped table by name: see `rewriter.fabric.tables.find`."""
 
     system: str
     library: str
@@ -95,7 +98,7 @@ class Fabric:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """What `delay_model` takes as a library; the first is the default. "best" is the fastest of them for a call,
+        """Libraries that `delay_model` takes; the first is the default. "best" is the fastest of them for a call,
         and "fused" that with sums that norm, where there are such."""
         several = (BEST,) if len(self.libraries) + (self.fused is not None) > 1 and self.model == "measured" else ()
         return (*several, *self.libraries, *((FUSED,) if self.fused else ()))
@@ -106,7 +109,7 @@ class Fabric:
         return AlphaBeta(self.inside, self.between, self.node, self.algorithm, self.protocols)
 
     def delay_model(self, library: str | None = None, graphed: bool = False) -> DelayModel:
-        """How long collectives take, by `library`, one of `backends` (None: the first), eager or replayed from a CUDA
+        """The model of delays by `library`, one of `backends` (None: the first), eager or replayed from a CUDA
         graph.
 
         Raises RewriterError for a library that was not measured here, or a model that cannot be loaded.
@@ -115,8 +118,7 @@ class Fabric:
         if name == BEST and self.backends[:1] == (BEST,):
             return Best({one: self.delay_model(one, graphed) for one in self.backends[1:] if self._has(one, graphed)})
         if name == FUSED and self.fused is not None:
-            plain = self.delay_model(self.fused.library, graphed)
-            return Fused(self.fused, plain, plain)
+            return Fused(self.fused, self.delay_model(self.fused.library, graphed))
         if self.model == "measured":
             model: DelayModel = Measured(self._tables(name, graphed), self.formula)
         elif self.model == "alpha-beta":
@@ -129,7 +131,7 @@ class Fabric:
         return _Holding(model, name, frozenset(own), self.blocks)
 
     def _has(self, library: str, graphed: bool) -> bool:
-        """Whether a library was measured in this way; some were in graphs only."""
+        """True for a library that was measured in this way; some were in graphs only."""
         name = self.fused.library if library == FUSED and self.fused else library
         try:
             self._tables(name, graphed)
@@ -190,7 +192,7 @@ class _Holding:
 
 
 def find_model(model: str | MakeModel) -> MakeModel:
-    """What makes a delay model of (fabric, library, graphed): `model` itself where it is no name, else what an
+    """The maker of a delay model of (fabric, library, graphed): `model` itself where it is no name, else what an
     installed package registers under that name in the group `rewriter.delay_models`.
 
     A name comes from a file, and files come from elsewhere: nothing else is imported for one. Raises RewriterError for
@@ -221,3 +223,36 @@ def find_model(model: str | MakeModel) -> MakeModel:
         return made
 
     return make
+
+
+def fabrics() -> tuple[str, ...]:
+    """The names of the fabrics that ship."""
+    return tuple(sorted(path.stem for path in LIBRARY.glob("*.yaml")))
+
+
+def load_fabric(name_or_path: str | os.PathLike[str]) -> Fabric:
+    """A fabric that ships, by name, or one of a file that ends in .yaml.
+
+    Raises RewriterError: no such fabric (with the nearest name), or all faults of the file, each with its line.
+    """
+    name = os.fspath(name_or_path)
+    if name in fabrics():
+        return _shipped(name)
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") and len(path.parts) < 2 and isinstance(name_or_path, str):
+        raise RewriterError(
+            f"fabric {name!r:.80}: no such fabric. {did_you_mean(name, fabrics(), what='shipped')} "
+            "A file of your own ends in .yaml."
+        )
+    return _read(path, name)
+
+
+@cache
+def _shipped(name: str) -> Fabric:
+    return _read(LIBRARY / f"{name}.yaml", name)
+
+
+def _read(path: Path, name: str) -> Fabric:
+    from rewriter.fabric.schema import MAX_BYTES, parse
+
+    return parse(read_file(path, "fabric", MAX_BYTES), name)
