@@ -21,10 +21,9 @@ from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import KINDS, Call, Delay, DelayModel, Fabric, Link, Links, WhatIf, fabrics, load_fabric
 from rewriter.fabric.alpha_beta import AlphaBeta, nccl
-from rewriter.fabric.fabric import LIBRARY
 from rewriter.fabric.links import Placement, place
 from rewriter.fabric.overlap import Overlap
-from rewriter.fabric.schema import parse
+from rewriter.fabric.schema import LIBRARY, parse
 from rewriter.fabric.tables import CSV, Curve, Point, find, shipped, table_errors
 from rewriter.fabric.writing import measured_points
 

@@ -7,23 +7,22 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED
+from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.delay_cpu import DelayEngine
 from rewriter.emulation.delay_cuda import CudaDelayEngine
 from rewriter.emulation.group import NAME, EmulatedGroup, compact
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous
+from rewriter.emulation.wire_mode import WireEngine
 from rewriter.emulation.work import Engine
 from rewriter.fabric import DelayModel
-
-if TYPE_CHECKING:
-    from rewriter.emulation.config import EmulationConfig
 
 
 class DelayEngines:
@@ -131,8 +130,6 @@ def _job_of(given: Any, options: Any, seconds: float) -> _EmulatedJob:
         return _EmulatedJob(DelayEngines(given), own)
     if isinstance(given, Engine):
         return _EmulatedJob(given, own)
-    from rewriter.emulation.config import EmulationConfig
-
     if given is None:
         given = EmulationConfig.from_environment()
     if isinstance(given, EmulationConfig):
@@ -158,8 +155,6 @@ def _configured(config: EmulationConfig, options: Any, seconds: float) -> _Emula
         )
     rendezvous = Rendezvous(options.store, real, rank, seconds) if len(real) > 1 else None
     if config.environment is not None:
-        from rewriter.emulation.wire_mode import WireEngine
-
         engine = WireEngine(config.environment, rendezvous, config.pace())
         # no other rank's objects travel
         return _EmulatedJob(engine, (rank,), config.seconds_file, rendezvous)

@@ -5,8 +5,9 @@
 """
 
 from rewriter.fabric.calls import KINDS, Call, Delay, DelayModel, Kind, Links
-from rewriter.fabric.fabric import Fabric, fabrics, load_fabric
+from rewriter.fabric.fabric import Fabric
 from rewriter.fabric.links import Channel, Device, Link
+from rewriter.fabric.schema import fabrics, load_fabric
 from rewriter.fabric.what_if import WhatIf
 
 __all__ = [

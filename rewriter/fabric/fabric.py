@@ -1,20 +1,16 @@
-"""Fabrics: nodes of devices, the links that join them, how long collectives on them take; and those that ship."""
+"""Fabric: nodes of devices, the links that join them, and how long collectives on it take."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
-from rewriter.common.yaml_documents import read_file
 from rewriter.fabric.alpha_beta import PLAIN, Algorithm, AlphaBeta, Protocol
 from rewriter.fabric.calls import Call, Delay, DelayModel, Kind, received_bytes
 from rewriter.fabric.links import Channel, Device, Link
@@ -25,7 +21,6 @@ from rewriter.fabric.tables import Table, TableKey, find
 # NCCL starts another block once each of its 512 threads has 8 bytes per rank of the group (src/include/comm.h,
 # NCCL_LL_THREAD_THRESHOLD); kernels like vLLM's once each of 512 has 16 bytes to load (csrc/custom_all_reduce.cuh).
 _NCCL_BLOCK, _CUSTOM_BLOCK = 8 * 512, 16 * 512
-LIBRARY = Path(__file__).parent / "library"
 _MODELS = "rewriter.delay_models"  # the group of entry points of other packages' delay models
 NO_CODE = (
     " A fabric's file names no code, since importing it would run it. Register the class as an entry point of the "
@@ -223,36 +218,3 @@ def find_model(model: str | MakeModel) -> MakeModel:
         return made
 
     return make
-
-
-def fabrics() -> tuple[str, ...]:
-    """The names of the fabrics that ship."""
-    return tuple(sorted(path.stem for path in LIBRARY.glob("*.yaml")))
-
-
-def load_fabric(name_or_path: str | os.PathLike[str]) -> Fabric:
-    """A fabric that ships, by name, or one of a file that ends in .yaml.
-
-    Raises RewriterError: no such fabric (with the nearest name), or all faults of the file, each with its line.
-    """
-    name = os.fspath(name_or_path)
-    if name in fabrics():
-        return _shipped(name)
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml") and len(path.parts) < 2 and isinstance(name_or_path, str):
-        raise RewriterError(
-            f"fabric {name!r:.80}: no such fabric. {did_you_mean(name, fabrics(), what='shipped')} "
-            "A file of your own ends in .yaml."
-        )
-    return _read(path, name)
-
-
-@cache
-def _shipped(name: str) -> Fabric:
-    return _read(LIBRARY / f"{name}.yaml", name)
-
-
-def _read(path: Path, name: str) -> Fabric:
-    from rewriter.fabric.schema import MAX_BYTES, parse
-
-    return parse(read_file(path, "fabric", MAX_BYTES), name)

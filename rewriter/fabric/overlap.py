@@ -39,7 +39,7 @@ class Overlap:
     `contention`: by which share kernels beside a collective take longer, at least; the roofline may say more, of the
     SMs and the bandwidth that the collective takes, `taken` times. `slowed`: by which share a transfer beside kernels
     takes longer. `jitter`: standard deviation of a rank's kernels, as a share of their time; `jitter_seconds`:
-    likewise, in seconds between two collectives, independent of the kernels there. `clocks`: by which share kernels bound
+    likewise, in seconds between two collectives, whichever kernels run. `clocks`: by which share kernels bound
     by arithmetic slow down at the power limit. `step`: seconds between two passes of a graph.
     """
 

@@ -1,17 +1,20 @@
-"""Format of a fabric's YAML file. Every figure stands there with its source; units are seconds, bytes, FLOP and
-bytes per second."""
+"""Fabrics as YAML files: their format, and those that ship. Every figure stands there with its source; units are
+seconds, bytes, FLOP and bytes per second."""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
-from rewriter.common.yaml_documents import Document, Problem, read
+from rewriter.common.yaml_documents import Document, Problem, read, read_file
 from rewriter.fabric.alpha_beta import PLAIN, Algorithm, Wire, nccl
 from rewriter.fabric.calls import Kind
 from rewriter.fabric.fabric import NO_CODE, Fabric, TableChoice
@@ -20,6 +23,7 @@ from rewriter.fabric.measured_delays import FusedSum
 from rewriter.fabric.overlap import NONE, SOURCES, Overlap
 from rewriter.fabric.tables import Curve, Point, Table, TableKey
 
+LIBRARY = Path(__file__).parent / "library"
 MAX_BYTES = 1 << 20
 """Size limit of a file, which may hold measurements."""
 
@@ -230,3 +234,34 @@ def _sources(data: Any, path: str = "") -> list[tuple[str, str]]:
     if "source" in data:
         return [(path, data["source"])]
     return [found for key, value in data.items() for found in _sources(value, f"{path}.{key}" if path else str(key))]
+
+
+def fabrics() -> tuple[str, ...]:
+    """The names of the fabrics that ship."""
+    return tuple(sorted(path.stem for path in LIBRARY.glob("*.yaml")))
+
+
+def load_fabric(name_or_path: str | os.PathLike[str]) -> Fabric:
+    """A fabric that ships, by name, or one of a file that ends in .yaml.
+
+    Raises RewriterError: no such fabric (with the nearest name), or all faults of the file, each with its line.
+    """
+    name = os.fspath(name_or_path)
+    if name in fabrics():
+        return _shipped(name)
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") and len(path.parts) < 2 and isinstance(name_or_path, str):
+        raise RewriterError(
+            f"fabric {name!r:.80}: no such fabric. {did_you_mean(name, fabrics(), what='shipped')} "
+            "A file of your own ends in .yaml."
+        )
+    return _read(path, name)
+
+
+@cache
+def _shipped(name: str) -> Fabric:
+    return _read(LIBRARY / f"{name}.yaml", name)
+
+
+def _read(path: Path, name: str) -> Fabric:
+    return parse(read_file(path, "fabric", MAX_BYTES), name)

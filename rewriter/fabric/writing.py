@@ -13,9 +13,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import require_place
 from rewriter.common.yaml_documents import read
 from rewriter.fabric.calls import Kind
-from rewriter.fabric.fabric import LIBRARY, fabrics, load_fabric
 from rewriter.fabric.nccl_tests import Log, per_node
-from rewriter.fabric.schema import parse
+from rewriter.fabric.schema import LIBRARY, fabrics, load_fabric, parse
 from rewriter.fabric.tables import Point
 
 

@@ -138,7 +138,7 @@ def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
     values = {**found.emulation, "real": [rank]}
     if values["mode"] == "delay":
         return run(replace(found, emulation=values), [rank])
-    from rewriter.emulation.config import EmulationConfig
+    from rewriter.emulation import EmulationConfig
     from rewriter.emulation.launcher import with_environment
 
     with Processes() as job:
