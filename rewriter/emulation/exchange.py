@@ -258,7 +258,7 @@ class Loop:
         raise NotImplementedError
 
     def look(self) -> None:
-        """Look for other work; called each time that `wake` was, among others."""
+        """Take in other work: called before every turn, and so after every `wake`."""
 
     def wake(self) -> None:
         """From any thread, or a signal handler."""
@@ -270,7 +270,7 @@ class Loop:
         self.wake()
 
     def run(self, *others: Any) -> None:
-        """Until `stop`; `others`: what `look` is to be called for, too, when it can be read."""
+        """Serve until `stop`. `others`: sockets that begin a turn, too, when they can be read."""
         while not self.stopped:
             self.look()
             now = time.monotonic()

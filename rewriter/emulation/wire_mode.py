@@ -148,8 +148,7 @@ class WireEngine(Loop):
     def _begin(self, work: WireWork) -> None:
         with self._lock:
             if self.stopped:
-                error = CollectiveAborted(f"{work.operation.title}: the process group was destroyed")
-                work.finish(error)
+                work.finish(CollectiveAborted(f"{work.operation.title}: the process group was destroyed"))
                 return
             if self._thread is None:
                 self._thread = threading.Thread(target=self.run, name="emulated-wire", daemon=True)
@@ -163,10 +162,14 @@ class WireEngine(Loop):
             self.stop()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        if self._thread is not None:
+        if self._thread is None:
+            self.run()  # which only closes
+        else:
             self._thread.join()
         for connection in self.connections:
             self._abort(connection, "the process group was destroyed meanwhile")
+        for work in self._begun:
+            work.finish(CollectiveAborted(f"{work.operation.title}: the process group was destroyed meanwhile"))
         self._timer.close()
 
     # --- in the thread ---
