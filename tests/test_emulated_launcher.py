@@ -48,7 +48,7 @@ dist.all_gather_object(objects, {"rank": 0})
 dist.barrier()
 found = ("OUT", dist.get_rank(), dist.get_world_size(), dist.get_backend(), same, total.tolist(), objects[-1],
          os.environ["LOCAL_RANK"], sys.argv[1:], __name__)
-os.write(1, (" ".join(map(str, found)) + "\n").encode())  # at once: ranks share the output
+os.write(1, (" ".join(map(str, found)) + "\\n").encode())  # at once: ranks share the output
 dist.destroy_process_group()
 """
 
