@@ -113,7 +113,8 @@ class Rendezvous:
     def _listen(self) -> None:
         ranks: dict[Any, int] = {peer.connection: rank for rank, peer in self._peers.items()}
         while True:
-            for ready in wait([self._woken, *ranks]):
+            readable: list[Any] = wait([self._woken, *ranks])
+            for ready in readable:
                 if ready is self._woken:
                     return
                 try:
