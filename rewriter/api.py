@@ -240,11 +240,13 @@ def measure(
     fabric: str = "h100-nvlink",
     library: str | None = None,
     what_if: Sequence[str] = (),
+    wire: bool = False,
     trust_remote_code: bool = False,
     **workload: Any,
 ) -> RecipeComparison:
     """`predict`, with passes that one real rank measures on this machine's GPU, or its CPU, its peers emulated.
 
+    `wire`: on the CPU, and what it sends and receives are real messages over TCP, to a process that plays its peers.
     The rank's shard is made from the checkpoint, or with random weights where only a config is there. `workload`: tp,
     sp, nodes, batch, prompt, generate and graphed, as in `predict`. Ranks fill the fabric's nodes one by one, so that
     `nodes` can only be as few as hold them. Raises RewriterError as `predict` does, where the shard does not fit in
@@ -254,7 +256,7 @@ def measure(
     from rewriter.predict.workload import Cluster, Workload
 
     cluster = Cluster(fabric, tuple(what_if), library)
-    return measure(model, recipes, Workload(**workload), cluster, trust_remote_code=trust_remote_code)
+    return measure(model, recipes, Workload(**workload), cluster, wire=wire, trust_remote_code=trust_remote_code)
 
 
 def validate(

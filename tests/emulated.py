@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import rewriter.emulation  # registers the backend  # noqa: F401
+from rewriter.emulation import EmulationConfig  # registers the backend
 from rewriter.fabric import Call, Delay
 
 
@@ -25,6 +25,15 @@ class Constant:
     @property
     def kinds(self) -> list[str]:
         return [call.kind for call in self.calls]
+
+
+class Modelled(EmulationConfig):
+    """In which everything takes `seconds`."""
+
+    seconds: float = 1e-4
+
+    def delay_model(self) -> Constant:
+        return Constant(self.seconds)
 
 
 @contextlib.contextmanager

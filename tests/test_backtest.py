@@ -13,8 +13,7 @@ import yaml
 from pydantic import ValidationError
 from subprocesses import ROOT, load_module
 
-from rewriter.fabric import load_fabric
-from rewriter.fabric.shipped_fabrics import fabrics
+from rewriter.fabric import fabrics, load_fabric
 
 BENCHMARKS = ROOT / "benchmarks"
 THREE = ("gpt-fast-llama-3.1-8b-tp2", "triton-distributed-h800-qwen3-8b-nccl", "trtllm-h100-llama-3.1-8b-tp2-batch-8")

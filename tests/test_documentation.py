@@ -231,7 +231,7 @@ def test_the_generated_reference_has_every_command_recipe_and_field() -> None:
     import reference
 
     from rewriter.emit.manifest import Manifest
-    from rewriter.fabric.shipped_fabrics import fabrics
+    from rewriter.fabric import fabrics
     from rewriter.recipes.catalogue import library
 
     pages = reference.pages()

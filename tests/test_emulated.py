@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from emulated import Constant, job
+from emulated import Constant, Modelled, job
 from torch.distributed.device_mesh import init_device_mesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation import EmulationConfig
 from rewriter.emulation.delay_cpu import DelayEngine
-from rewriter.emulation.heterogeneous import slowest
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous
 from rewriter.emulation.values import MessageSource
@@ -215,7 +214,7 @@ def test_coalesced_collectives_are_one_operation():
 
 
 def test_operations_take_the_time_they_are_told():
-    with job(4, model := Constant(5e-3)):  # how late it is, `rewriter.emulation.lateness` measures
+    with job(4, model := Constant(5e-3)):  # how late it is, `benchmarks/emulation_jobs.py` measures
         for _ in range(20):
             begun = time.monotonic()
             work = dist.all_reduce(torch.ones(8), async_op=True)
@@ -443,17 +442,9 @@ def test_real_ranks_that_disagree_or_leave_are_named():
     engines[0].close()
 
 
-def test_a_step_is_as_long_as_that_of_its_slowest_class():
-    steps = slowest({0: [1.0, 3.0, 2.0], 4: [2.0, 1.0, 2.0]})
-    assert [(step.seconds, step.rank) for step in steps] == [(2.0, 4), (3.0, 0), (2.0, 0)]
-    with pytest.raises(RewriterError, match="expected equally many"):
-        slowest({0: [1.0], 4: []})
-
-
 def test_a_job_writes_how_long_it_took(tmp_path):
     file = tmp_path / "seconds"
-    config = EmulationConfig.of(world_size=8, seconds_file=str(file))
-    with job(8, (config, Constant(0.02))):
+    with job(8, Modelled(world_size=8, seconds_file=str(file), seconds=0.02)):
         dist.all_reduce(torch.ones(1))
         assert not file.exists()
     assert 0.02 <= float(file.read_text()) < 300
@@ -480,11 +471,11 @@ def test_a_job_has_to_be_configured(monkeypatch):
     monkeypatch.delenv("REWRITER_EMULATE", raising=False)
     with pytest.raises(RewriterError, match="REWRITER_EMULATE is not set, and pg_options is 3"), job(4, 3):
         pass
-    config = EmulationConfig.of(world_size=8, real=(1,))
+    config = Modelled(world_size=8, real=(1,))
     for ranks, rank, message in ((4, 1, "has 4 ranks, but 8 are emulated"), (8, 0, "rank 0, but the real ones are 1")):
-        with pytest.raises(RewriterError, match=message), job(ranks, (config, Constant()), rank):
+        with pytest.raises(RewriterError, match=message), job(ranks, config, rank):
             pass
-    with job(8, (config, Constant()), rank=1):
+    with job(8, config, rank=1):
         dist.all_reduce(x := torch.ones(1))
     assert math.isclose(x.item(), 8)
 

@@ -46,8 +46,9 @@ dist.all_reduce(total, group=everyone)
 objects = [None] * dist.get_world_size()
 dist.all_gather_object(objects, {"rank": 0})
 dist.barrier()
-print("OUT", dist.get_rank(), dist.get_world_size(), dist.get_backend(), same, total.tolist(), objects[-1],
-      os.environ["LOCAL_RANK"], sys.argv[1:], __name__, flush=True)
+found = ("OUT", dist.get_rank(), dist.get_world_size(), dist.get_backend(), same, total.tolist(), objects[-1],
+         os.environ["LOCAL_RANK"], sys.argv[1:], __name__)
+os.write(1, (" ".join(map(str, found)) + "\\n").encode())  # at once: ranks share the output
 dist.destroy_process_group()
 """
 
@@ -73,18 +74,14 @@ WIRE = ("--world-size", "8", "--mode", "wire", "--fabric", "unpaced")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["wire", "wire-two", "delay"])
+@pytest.mark.parametrize("mode", ["wire", "delay"])
 def test_a_stock_ddp_script_runs_unmodified(mode: str, tmp_path: Path) -> None:
-    options = {
-        "wire": WIRE,
-        "wire-two": (*WIRE, "--real", "0", "--real", "5"),
-        "delay": ("--world-size", "8", "--fabric", "h100-nvlink"),
-    }[mode]
+    options = (*WIRE, "--real", "0", "--real", "5") if mode == "wire" else ("--world-size", "8")
     code, out, err = ended(DDP, tmp_path, options, "--lr", "0.1")
     assert code == 0, err
     values = "8 emulated True [8.0, 8.0, 8.0] {'rank': 0}"
     expected = [f"OUT 0 {values} 0 ['--lr', '0.1'] __main__"]
-    if mode == "wire-two":
+    if mode == "wire":
         expected.append(f"OUT 5 {values} 1 ['--lr', '0.1'] __main__")
     assert sorted(line for line in out.splitlines() if line.startswith("OUT")) == expected
 
@@ -212,13 +209,7 @@ def called(*words: str) -> Any:
         (("--world-size", "4", *WIRE[2:], "absent.py"), "absent.py: no such script"),
         (("--world-size", "4", "--fabric", "nowhere", "s.py"), "nowhere"),
         (("--world-size", "4", "--fabric", "unpaced", "s.py"), "unpaced"),
-        (
-            (
-                "--serve",
-                "nowhere",
-            ),
-            "expected HOST:PORT",
-        ),
+        (("--serve", "nowhere"), "expected HOST:PORT"),
         (("--serve", "127.0.0.1:0", "s.py"), "--serve runs no script"),
     ],
     ids=["script", "size", "real", "mode", "environment", "absent", "fabric", "unpaced", "serve", "served-script"],

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import zoo
-from emulated import Constant, job
+from emulated import Constant, Modelled, job
 from programs import program, shards, weights
 from ranks import run_ranks
 from test_emitted_runtime import build
@@ -26,7 +26,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils import _pytree as pytree
 
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.emulation import EmulationConfig
 from rewriter.runtime import Context, generate, record_events
 from rewriter.runtime.quantized.autograd import quantized_all_reduce_start
 
@@ -140,9 +139,9 @@ def one_of_two(group, path):
     """A training step, seconds of it, an object and a message, as rank 0 or 5 of 8."""
     rank = (0, 5)[group.rank()]
     dist.destroy_process_group()
-    config = EmulationConfig.of(world_size=8, real=(0, 5))
+    config = Modelled(world_size=8, real=(0, 5), seconds=1e-3)
     store = dist.FileStore(path, 2)
-    dist.init_process_group("emulated", rank=rank, world_size=8, store=store, pg_options=(config, Constant(1e-3)))
+    dist.init_process_group("emulated", rank=rank, world_size=8, store=store, pg_options=config)
     model = nn.parallel.DistributedDataParallel(mlp())
     dist.barrier()
     begun = time.monotonic()

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation import cpu_progress
 from rewriter.emulation.environment import Environment
-from rewriter.emulation.frames import DATA, FRAME, HEADER, Announced, FrameHeader, Hello, header
+from rewriter.emulation.exchange import _HEADER, ANNOUNCE, DATA, Announced, frame
 from rewriter.emulation.operation import EmulatedOperation
-from rewriter.emulation.plan import RANKS, Plan, plan
+from rewriter.emulation.plan import RANKS, SEGMENT, Plan, plan
+from rewriter.emulation.rendezvous import Rendezvous
 from rewriter.emulation.wire_mode import WireEngine
 from rewriter.emulation.work import CollectiveAborted
 from rewriter.fabric import Call, Delay, Kind
@@ -41,7 +43,7 @@ def environment(model: Any = None) -> Iterator[str]:
     """An environment on a thread of this process; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     served = Environment(listener, model)
-    thread = threading.Thread(target=served.run, daemon=True)
+    thread = threading.Thread(target=served.serve, daemon=True)
     host, port = listener.getsockname()
     thread.start()
     try:
@@ -53,9 +55,9 @@ def environment(model: Any = None) -> Iterator[str]:
 
 
 @contextmanager
-def engine(model: Any = None, rank: int = 0, real: tuple[int, ...] = (0,)) -> Iterator[WireEngine]:
+def engine(model: Any = None) -> Iterator[WireEngine]:
     with environment(model) as address:
-        made = WireEngine(address, rank, real, model)
+        made = WireEngine(address, model=model)
         try:
             yield made
         finally:
@@ -171,7 +173,7 @@ def test_what_a_large_ring_carries_is_that_of_the_real_one() -> None:
 def test_every_collective_over_tcp_gives_the_values_of_uniform_ranks(n: int) -> None:
     with engine() as made:
         for sequence, kind in enumerate(KINDS):
-            for numel in (4 * n, 3 * FRAME):
+            for numel in (4 * n, 3 * SEGMENT // 4):
                 one = operation(kind, numel - numel % n, range(n), 2 * sequence + (numel > 100))
                 assert made.submit(one).wait()
                 value = n if kind in ("all_reduce", "reduce", "reduce_scatter") else 1
@@ -199,7 +201,7 @@ def test_dtypes_reductions_and_layouts() -> None:
             assert (x == value).all(), (x.dtype, reduction)
 
 
-def test_operations_under_way_at_once_do_not_wait_for_a_large_one() -> None:
+def test_operations_under_way_at_once() -> None:
     with engine() as made:
         large = made.submit(operation("all_gather", 8 << 20, range(2)))
         works = [made.submit(operation("all_reduce", 256, range(2), i, group=f"g{i % 3}")) for i in range(1, 7)]
@@ -212,7 +214,7 @@ def test_operations_under_way_at_once_do_not_wait_for_a_large_one() -> None:
 def test_a_collective_lasts_as_long_as_the_model_says_and_links_are_shared() -> None:
     with engine(Constant(0.03)) as made:
         begin = time.monotonic()
-        works = [made.submit(operation("all_reduce", 3 * FRAME, range(4), 0, group=g)) for g in ("a", "b")]
+        works = [made.submit(operation("all_reduce", 3 * SEGMENT // 4, range(4), 0, group=g)) for g in ("a", "b")]
         works[0].wait()
         first = time.monotonic() - begin
         futures = [works[1].get_future(), made.submit(operation("barrier", 0, range(4), 1, group="c")).get_future()]
@@ -233,7 +235,7 @@ def test_a_rank_that_computes_hinders_its_operations(as_future: bool, monkeypatc
     monkeypatch.setattr(cpu_progress._Callers, "_read", lambda self: time.monotonic())
     with engine(Constant(0.05, hindrance=0.75 if as_future else 60.0)) as made:
         begun = time.monotonic()
-        work = made.submit(operation("all_reduce", 3 * FRAME, range(4)))
+        work = made.submit(operation("all_reduce", 3 * SEGMENT // 4, range(4)))
         called = time.monotonic()
         future = work.get_future() if as_future else None
         time.sleep(0.2)
@@ -246,9 +248,26 @@ def test_a_rank_that_computes_hinders_its_operations(as_future: bool, monkeypatc
             assert time.monotonic() - begun > 0.5
 
 
+@contextmanager
+def engines(address: str, real: tuple[int, ...]) -> Iterator[list[WireEngine]]:
+    """Of several real ranks, in threads of this process."""
+    store, found = dist.HashStore(), {}
+
+    def connect(rank: int) -> None:
+        found[rank] = WireEngine(address, Rendezvous(store, real, rank, 300))
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in real]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    try:
+        yield [found[rank] for rank in real]
+    finally:
+        for made in found.values():
+            made.close()
+
+
 def test_real_ranks_wait_for_the_last_of_them_and_must_agree() -> None:
-    with environment() as address:
-        first, second = WireEngine(address, 0, (0, 4)), WireEngine(address, 4, (0, 4))
+    with environment() as address, engines(address, (0, 4)) as (first, second):
         early = first.submit(operation("all_reduce", 64, range(8), 1, 0))
         alone = first.submit(operation("all_reduce", 64, range(4), 1, 0, group="half"))
         assert alone.wait()  # the other is not a member
@@ -256,29 +275,21 @@ def test_real_ranks_wait_for_the_last_of_them_and_must_agree() -> None:
         late = second.submit(operation("all_reduce", 64, range(8), 1, 4))
         assert early.wait()
         assert late.wait()
-        message = first.submit(operation("send", 64, (0, 4), 2, 0)), second.submit(operation("send", 64, (0, 4), 9, 1))
+        message = first.submit(operation("send", 64, (0, 4), 2, 0)), second.submit(operation("send", 64, (0, 4), 2, 1))
         assert all(work.wait() for work in message)
         one = first.submit(operation("all_reduce", 64, range(8), 3, 0))
         other = second.submit(operation("broadcast", 64, range(8), 3, 4))
-        for work in (one, other):
-            with pytest.raises(
-                CollectiveAborted, match="rank 0 calls all_reduce of 256 bytes among 8 ranks, rank 4 broa"
-            ):
+        for work, said in ((one, "rank 4 calls broadcast"), (other, "rank 0 calls all_reduce")):
+            with pytest.raises(RewriterError, match=f"{said} of 256 bytes among 8 ranks"):
                 work.wait()
-        first.close()
-        second.close()
 
 
 def test_a_rank_that_leaves_is_told_to_the_others() -> None:
-    with environment() as address:
-        first, second = WireEngine(address, 0, (0, 1)), WireEngine(address, 1, (0, 1))
-        for made, rank in ((first, 0), (second, 1)):
-            made.submit(operation("barrier", 0, range(8), 1, rank))
+    with environment() as address, engines(address, (0, 1)) as (first, second):
         waiting = first.submit(operation("all_reduce", 64, range(8), 2, 0))
         second.close()
         with pytest.raises(CollectiveAborted, match="rank 1 has left the job"):
             waiting.wait()
-        first.close()
 
 
 class Broken:
@@ -289,84 +300,58 @@ class Broken:
 def test_a_model_that_fails_fails_its_operation_on_all_real_ranks_and_no_other_job() -> None:
     with environment(Broken()) as address:
         for kind, said in (("all_reduce", "no answer"), ("broadcast", "ZeroDivisionError: of nothing")):
-            engines = [WireEngine(address, rank, (0, 1)) for rank in (0, 1)]
-            works = []
-            for rank, made in enumerate(engines):
-                works.append(made.submit(operation(kind, 64, range(8), 1, rank)))
-            told = []
-            for work in works:
-                with pytest.raises(CollectiveAborted) as failure:
-                    work.wait()
-                told.append(str(failure.value))
-            # the one that came last asked the model
-            assert sorted("has left the job" in text for text in told) == [False, True]
-            assert any(said in text for text in told)
-            for made in engines:
-                made.close()
+            with engines(address, (0, 1)) as both:
+                works = [made.submit(operation(kind, 64, range(8), 1, rank)) for rank, made in enumerate(both)]  # type: ignore[arg-type]
+                for work in works:
+                    with pytest.raises(CollectiveAborted, match=said):
+                        work.wait()
 
 
-def greeted(address: str) -> socket.socket:
+def reported(address: str, *messages: bytes) -> str:
+    """The text of the error that the environment sends to who says this, after whatever else it sends."""
     host, port = address.split(":")
     connection = socket.create_connection((host, int(port)), timeout=300)
-    connection.sendall(Hello.of(0, "world", range(2), (0,)).pack())
-    return connection
-
-
-def reported(connection: socket.socket) -> str:
-    """The text of the error that the environment sends, after whatever else it sends."""
+    for message in messages:
+        connection.sendall(message)
     received = b""
     while more := connection.recv(1 << 16):
         received += more
     at = 0
-    while (head := header(received, at)).type == DATA:
-        at += HEADER + head.length
-    return received[at + HEADER :].decode()
+    while _HEADER.unpack_from(received, at)[1] == DATA:
+        at += _HEADER.size + _HEADER.unpack_from(received, at)[2]
+    return received[at + _HEADER.size :].decode()
 
 
-ANNOUNCED = Announced(0, 4, None, 0, 1024, 0, 0, "float32").pack()
-ENDLESS = Announced(0, 4, None, 0, 1 << 60, 0, 0, "float32").pack()
+def announced(nbytes: int = 1024, rank: int = 0, ranks: int = 2) -> bytes:
+    told = Announced("all_reduce", nbytes, 4, (0, ranks, 1), True, rank, None, "float32")
+    return b"".join(frame(ANNOUNCE, told.packed()))
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([FrameHeader(1, DATA, 0, 256, 0).pack()], "no such operation"),
-        (
-            [FrameHeader(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, FrameHeader(0, DATA, 1, 256, 0).pack()],
-            "expected message 0",
-        ),
-        (
-            [FrameHeader(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, FrameHeader(0, DATA, 0, 255, 0).pack()],
-            "256 bytes at 0",
-        ),
-        ([FrameHeader(0, 1, 0, 4, 0).pack() + b"what"], "cannot be read"),
-        ([FrameHeader(0, 1, 0, 1 << 31, 0).pack()], "less than a hundred"),
-        ([FrameHeader(0, 1, 0, len(ENDLESS), 0).pack() + ENDLESS], "cannot be read"),
+        ([b"".join(frame(DATA, bytes(256)))], "no such operation"),
+        ([announced(), b"".join(frame(DATA, bytes(255)))], "expected message 0, 256 bytes"),
+        ([b"".join(frame(ANNOUNCE, b"what"))], "cannot be read"),
+        ([_HEADER.pack(0x5202, ANNOUNCE, (1 << 32) - 1, 0)], "more than any has"),
+        ([announced(1 << 60)], "cannot be read"),
+        ([announced(rank=2)], "rank 2 of a group of 2"),
+        ([announced(ranks=0)], "rank 0 of a group of 0"),
+        ([b"GET / HTTP/1.1\r\n\r\n"], "another program"),
     ],
-    ids=["unannounced", "order", "length", "garbled", "endless", "without end"],
+    ids=["unannounced", "length", "garbled", "endless", "without end", "no member", "no group", "another program"],
 )
 def test_a_wrong_message_is_reported_to_the_rank(messages: list[bytes], said: str) -> None:
     with environment() as address:
-        connection = greeted(address)
-        for message in messages:
-            connection.sendall(message)
-        assert said in reported(connection)
-        other = WireEngine(address, 0)  # the environment goes on
+        assert said in reported(address, *messages)
+        other = WireEngine(address)  # the environment goes on
         assert other.submit(operation("barrier", 0, range(2))).wait()
         other.close()
 
 
-def test_a_connection_of_something_else_is_refused() -> None:
-    with environment() as address:
-        host, port = address.split(":")
-        connection = socket.create_connection((host, int(port)), timeout=300)
-        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert "another program" in reported(connection)
-
-
 def test_an_environment_that_goes_away_fails_what_is_under_way_and_what_follows() -> None:
     with environment(Constant(30.0)) as address:
-        made = WireEngine(address, 0)
+        made = WireEngine(address)
         work = made.submit(operation("all_reduce", 1 << 20, range(2)))
         future = made.submit(operation("all_reduce", 1 << 20, range(2), 1)).get_future()
     with pytest.raises(CollectiveAborted, match=r"operation 0: all_reduce .* closed the connection"):
@@ -387,18 +372,18 @@ def test_an_operation_that_lasts_too_long_times_out() -> None:
 def test_addresses_and_devices_that_cannot_be() -> None:
     for address in ("somewhere", ":1", "host:port", "host:70000"):
         with pytest.raises(RewriterError, match="expected HOST:PORT"):
-            WireEngine(address, 0)
+            WireEngine(address)
     x = torch.empty(4, device="meta")
     one = EmulatedOperation(Call("all_reduce", 16, range(2)), "world", 0, 0, (x,), (x,), 1.0)
     with pytest.raises(RewriterError, match="a tensor on meta"):
-        WireEngine("127.0.0.1:1", 0).submit(one)
+        WireEngine("127.0.0.1:1").submit(one)
 
 
 def test_a_world_of_thousands_costs_as_much_as_one_of_eight() -> None:
     """Messages, and so what both ends do, are bounded; the group's ranks are told as a range."""
     counts = [len(plan("all_reduce", 1 << 16, 4, n, 3, None).sends) for n in (RANKS, 8192, 1 << 20)]
     assert counts[0] == counts[1] == counts[2]
-    assert len(Hello.of(0, "world", range(1 << 20), (0,)).pack()) < 200
+    assert len(Announced.of(Call("all_reduce", 4, range(1 << 20)), 4, 0, None).packed()) < 200
     with engine() as made:
         one = operation("all_reduce", 1 << 14, range(8192))
         made.submit(one).wait()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 import re
 import statistics
 import sys
@@ -22,13 +21,10 @@ from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import KINDS, Call, Delay, DelayModel, Fabric, Link, Links, WhatIf, fabrics, load_fabric
 from rewriter.fabric.alpha_beta import AlphaBeta, nccl
-from rewriter.fabric.curves import Curve, Point
-from rewriter.fabric.measured_delays import table_errors
+from rewriter.fabric.links import Placement, place
 from rewriter.fabric.overlap import Overlap
-from rewriter.fabric.rank_groups import Placement, place
-from rewriter.fabric.schema import parse
-from rewriter.fabric.shipped_fabrics import LIBRARY
-from rewriter.fabric.shipped_tables import CSV, find, shipped
+from rewriter.fabric.schema import LIBRARY, parse
+from rewriter.fabric.tables import CSV, Curve, Point, find, shipped, table_errors
 from rewriter.fabric.writing import measured_points
 
 US = 1e-6
@@ -127,18 +123,6 @@ def test_a_file_says_what_a_collective_takes_where_ranks_compute() -> None:
     # as many times as long, hindered in proportion; what is added is not
     for change, hindrance in (("all_reduce=x3", 6e-3), ("all_reduce=+5ms", 2e-3)):
         assert WhatIf.parse(model, [change]).delay(call).hindrance == pytest.approx(hindrance)
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [], [Point(0, 1.0)], [Point(1, 0.0)], [Point(1, math.inf)], [Point(1, 1.0, -1.0)],
-        [Point(1, 1.0, 0.0, math.nan)],
-    ],
-)  # fmt: skip
-def test_curves_of_nonsense_are_refused(points: list[Point]) -> None:
-    with pytest.raises(RewriterError):
-        Curve.of(points)
 
 
 @pytest.mark.parametrize(
@@ -452,6 +436,7 @@ def test_the_planner_has_the_figures_that_it_had() -> None:
         ("modelled: false", "modelled: perhaps", "modelled"), ("protocols: nvlink", "protocols: rope", "protocols"),
         ("name: h100-nvlink", "name: H 100", "name"), ("latency: {value: 3.4e-6,", "latency: {", "inside.latency"),
         ("{value: 132,", "{value: .nan,", "multiprocessors"), ("system: h100_sxm, ", "", "tables.0.system"),
+        ("blocks:", "overlap: {jiter: {value: 0, source: s}}\nblocks:", "Did you mean 'jitter'"),
     ],
 )  # fmt: skip
 def test_faults_are_told_with_their_lines(old: str, new: str, why: str) -> None:

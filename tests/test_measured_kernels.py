@@ -18,12 +18,12 @@ from transformers import LlamaConfig
 
 from rewriter import api
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.lateness import Late
+from rewriter.emulation.delay_cpu import Late
 from rewriter.fabric import Call, Delay, WhatIf, load_fabric
-from rewriter.fabric.backends import Best, Fused
 from rewriter.fabric.kernel_tables import Promised, kernel_table
+from rewriter.fabric.links import KERNELS, kernel_systems
+from rewriter.fabric.measured_delays import Best, Fused
 from rewriter.fabric.overlap import NONE, Overlap
-from rewriter.fabric.shipped_kernels import DATA, kernel_systems
 from rewriter.ir import Program
 from rewriter.predict.kernel_cost import Kernel
 from rewriter.predict.results import Prediction
@@ -36,7 +36,7 @@ SIZES = st.integers(1, 2048), st.integers(64, 40000), st.integers(64, 40000)
 
 def published(system: str, rows: int, columns: int, depth: int) -> float:
     """Seconds in the file itself."""
-    found = json.loads(gzip.decompress((DATA / f"kernels-{system}.json.gz").read_bytes()))["products"]["bfloat16"]
+    found = json.loads(gzip.decompress((KERNELS / f"kernels-{system}.json.gz").read_bytes()))["products"]["bfloat16"]
     n, k, m = (found[axis] for axis in ("columns", "depth", "rows"))
     return float(found["us"][(n.index(columns) * len(k) + k.index(depth)) * len(m) + m.index(rows)]) * 1e-6
 

@@ -197,6 +197,8 @@ def test_a_real_rank_has_no_points_and_fills_its_nodes(api: Api, capsys: pytest.
 
     assert main(["predict", "m", "--recipe", "ladder", "--measure", "--pareto"]) == 2
     assert "--pareto: with --measure" in capsys.readouterr().err
+    assert main(["predict", "m", "--recipe", "ladder", "--wire"]) == 2
+    assert "--wire: only with --measure" in capsys.readouterr().err
     assert not api.calls
     with pytest.raises(RewriterError, match="--nodes 2: with --measure, 8 ranks fill their nodes one by one, 1 of"):
         entry.measure("no/such/model", ["ladder"], Workload(1, 16, 4, False, tp=8, nodes=2), Cluster("h100-2x8-ib"))
@@ -301,6 +303,15 @@ def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
     config.write_bytes(Path("examples/tiny-llama/config.json").read_bytes())
     (bare,) = api.measure(config, recipes[:1], what_if=["all_reduce=20ms"], **job).predictions
     assert bare.decode.exposed_seconds > (reductions[0] - 2) * 0.02 * 0.9
+
+
+def test_a_real_rank_exchanges_messages_with_an_environment_process(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "predict examples/tiny-llama --recipe tensor-parallel --fabric ethernet-10g --tp 2 --prompt 16 --generate 2"
+    assert main([*words.split(), "--what-if", "all_reduce=20ms", "--measure", "--wire", "--json"]) == 0
+    found = next(one for one in json.loads(capsys.readouterr().out) if one["recipe"] == "tensor-parallel")
+    assert "sets the pace of messages over TCP" in " ".join(found["notes"])
+    count = found["decode"]["collectives"]
+    assert found["decode"]["exposed_seconds"] > (count - 2) * 0.02 * 0.9  # two are no all-reduces
 
 
 @pytest.mark.slow

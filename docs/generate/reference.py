@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from rewriter.cli.app import COMMANDS, commands, conversion
 from rewriter.emit import manifest
-from rewriter.fabric.shipped_fabrics import LIBRARY, fabrics, load_fabric
+from rewriter.fabric.schema import LIBRARY, fabrics, load_fabric
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import entries, find
 

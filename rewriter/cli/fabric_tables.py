@@ -14,9 +14,8 @@ from rich.markup import escape
 from rewriter.common.numbers import json_text
 from rewriter.common.tables import WIDE, plain_table
 from rewriter.fabric import Fabric
-from rewriter.fabric import shipped_tables as measured
-from rewriter.fabric.measured_delays import table_errors
 from rewriter.fabric.overlap import SHARES
+from rewriter.fabric.tables import SOURCE, table_errors
 
 
 def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
@@ -121,7 +120,7 @@ def _content(fabric: Fabric) -> dict[str, Any]:
 
 
 def _kernels(fabric: Fabric) -> dict[str, Any] | None:
-    """Which measured kernels stand for the device's, and their held-out errors."""
+    """The measured kernels that stand for the device's, and their held-out errors."""
     if not fabric.device.kernels:
         return None
     from rewriter.fabric.kernel_tables import kernel_table  # numpy, which other commands need not load
@@ -169,7 +168,7 @@ def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
         if name in fabric.sources
     ]
     for table in fabric.chosen_tables():
-        if table.source != measured.SOURCE:
+        if table.source != SOURCE:
             rows.append({"figure": "measurements", "value": None, "text": str(table.key), "source": table.source})
     return rows
 

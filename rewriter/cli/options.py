@@ -80,6 +80,10 @@ ServerIntervals = Annotated[
 ]
 Pareto = Annotated[bool, typer.Option("--pareto", help="Try other numbers of ranks and many batches too.")]
 Measure = Annotated[bool, typer.Option("--measure", help="Run one rank for real on this machine, its peers emulated.")]
+Wire = Annotated[
+    bool,
+    typer.Option("--wire", help="With --measure: on the CPU, its collectives real messages over TCP, at their pace."),
+]
 Validate = Annotated[
     bool, typer.Option("--validate", help="Run all ranks for real on this machine, and compare with what is predicted.")
 ]

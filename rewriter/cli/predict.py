@@ -38,6 +38,7 @@ def predict(
     served: options.ServerIntervals = False,
     pareto: options.Pareto = False,
     measure: options.Measure = False,
+    wire: options.Wire = False,
     validate: options.Validate = False,
     html: options.Html = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -46,7 +47,8 @@ def predict(
     """Predict prefill, time per token and exposed communication of recipes on a cluster. Needs no GPU and no weights.
 
     --measure takes the computing from one rank that really runs, on this machine's GPU or CPU; only delays are the
-    fabric's. --validate runs the same on a fabric that it calibrates here, and all ranks for real beside it.
+    fabric's, or the pace of messages with --wire. --validate runs the same on a fabric that it calibrates here, and all
+    ranks for real beside it.
     """
     if measure and compiled is not None:
         raise RewriterError(
@@ -56,6 +58,8 @@ def predict(
         raise RewriterError(
             "--attention, --all-logits, --served: with --measure the module runs as it does. Leave out one of the two."
         )
+    if wire and not measure:
+        raise RewriterError("--wire: only with --measure does a rank run whose messages could travel. Add --measure.")
     if measure and pareto:
         raise RewriterError("--pareto: with --measure one job runs, so there are no points. Leave out one of the two.")
     if html is not None:
@@ -70,7 +74,7 @@ def predict(
     )  # fmt: skip
     place: dict[str, Any] = dict(nodes=nodes, what_if=tuple(what_if or ()))
     if measure:
-        found = api.measure(model, recipe, **place, **job)
+        found = api.measure(model, recipe, wire=wire, **place, **job)
     else:
         how: dict[str, Any] = dict(compiled=compiled, attention=attention, all_logits=all_logits, served=served)
         found = api.predict(model, recipe, **place, **how, pareto=pareto, baselines=True, **job)

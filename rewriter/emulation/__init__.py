@@ -6,22 +6,9 @@ uniform ranks, and by the time that a model of delays gives (`rewriter.fabric`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from rewriter.emulation.backend import register
-
-if TYPE_CHECKING:
-    from rewriter.emulation.config import EmulationConfig
+from rewriter.emulation.config import EmulationConfig
 
 __all__ = ["EmulationConfig", "register"]
 
 register()
-
-
-def __getattr__(name: str) -> Any:
-    """EmulationConfig when it is first asked for: the backend with a model of delays needs no pydantic."""
-    if name == "EmulationConfig":
-        from rewriter.emulation.config import EmulationConfig
-
-        return EmulationConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

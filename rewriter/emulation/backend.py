@@ -7,23 +7,22 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED
+from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.delay_cpu import DelayEngine
 from rewriter.emulation.delay_cuda import CudaDelayEngine
 from rewriter.emulation.group import NAME, EmulatedGroup, compact
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous
+from rewriter.emulation.wire_mode import WireEngine
 from rewriter.emulation.work import Engine
 from rewriter.fabric import DelayModel
-
-if TYPE_CHECKING:
-    from rewriter.emulation.config import EmulationConfig
 
 
 class DelayEngines:
@@ -50,7 +49,7 @@ class DelayEngines:
         if self._rendezvous is not None:
             raise RewriterError(
                 f"emulated backend: several real ranks with tensors on {device}. On GPUs run one real rank at a "
-                "time, and take the slowest (rewriter.emulation.heterogeneous)"
+                "time (`python -m rewriter.emulation --in-turn`), and take the slowest"
             )
         with self._lock:
             if device not in self._cuda:
@@ -74,6 +73,7 @@ class _EmulatedJob:
     engine: Engine
     real: tuple[int, ...]
     seconds_file: str | None = None
+    rendezvous: Rendezvous | None = None
     begun: float = field(default_factory=time.monotonic)
 
 
@@ -84,8 +84,8 @@ def register() -> None:
     """Make `init_process_group("emulated")` known to torch; once is enough, more is allowed.
 
     REWRITER_EMULATE names what is emulated (see `EmulationConfig`), which the launcher sets, or by `pg_options` of
-    init_process_group: an EmulationConfig; a model of delays (`rewriter.fabric.DelayModel`), with this process as the
-    only real rank; a pair of both, where the model is none that a fabric names; or an Engine.
+    init_process_group: an EmulationConfig; or, with this process as the only real rank, a model of delays
+    (`rewriter.fabric.DelayModel`) or an Engine.
     """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -106,9 +106,7 @@ def _create(options: Any, given: Any) -> EmulatedGroup:
     return EmulatedGroup(everyone, options.group_rank, _job.engine, seconds, options.store, _job.real, _close)
 
 
-@atexit.register
 def _close() -> None:
-    """Also where a program forgets to: a thread that comes back to an interpreter that is gone would crash."""
     global _job
     if _job is not None:
         _job.engine.close()
@@ -117,27 +115,32 @@ def _close() -> None:
         _job = None
 
 
+@atexit.register
+def _close_at_exit() -> None:
+    """Also where a program forgets to: a thread that comes back to an interpreter that is gone would crash. Other ranks
+    learn of it with the end of this process, so that a failure's exit code is known before theirs."""
+    if _job is not None and _job.rendezvous is not None:
+        _job.rendezvous.leaves_last = True
+    _close()
+
+
 def _job_of(given: Any, options: Any, seconds: float) -> _EmulatedJob:
     own = (options.group_rank,)
     if isinstance(given, DelayModel):
         return _EmulatedJob(DelayEngines(given), own)
     if isinstance(given, Engine):
         return _EmulatedJob(given, own)
-    from rewriter.emulation.config import EmulationConfig
-
     if given is None:
         given = EmulationConfig.from_environment()
     if isinstance(given, EmulationConfig):
-        given = given, None
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], EmulationConfig):
-        return _configured(*given, options, seconds)
+        return _configured(given, options, seconds)
     raise RewriterError(
         f"emulated backend: {EMULATED} is not set, and pg_options is {given!r}. Start the script with "
         "`python -m rewriter.emulation`, or give an EmulationConfig as pg_options"
     )
 
 
-def _configured(config: EmulationConfig, model: DelayModel | None, options: Any, seconds: float) -> _EmulatedJob:
+def _configured(config: EmulationConfig, options: Any, seconds: float) -> _EmulatedJob:
     rank, real = options.group_rank, config.real
     if config.world_size != options.group_size:
         raise RewriterError(
@@ -145,17 +148,14 @@ def _configured(config: EmulationConfig, model: DelayModel | None, options: Any,
         )
     if rank not in real:
         raise RewriterError(f"emulated backend: this is rank {rank}, but the real ones are {', '.join(map(str, real))}")
-    if config.mode == "wire":
-        from rewriter.emulation.wire_mode import WireEngine
-
-        if config.environment is None:
-            raise RewriterError(
-                "emulated backend: mode wire, but no environment process. Start the script with "
-                "`python -m rewriter.emulation --mode wire`"
-            )
-        pace = config.pace() if model is None else model
-        # no other rank's objects travel
-        return _EmulatedJob(WireEngine(config.environment, rank, real, pace), (rank,), config.seconds_file)
+    if config.mode == "wire" and config.environment is None:
+        raise RewriterError(
+            "emulated backend: mode wire, but no environment process. Start the script with "
+            "`python -m rewriter.emulation --mode wire`"
+        )
     rendezvous = Rendezvous(options.store, real, rank, seconds) if len(real) > 1 else None
-    engines = DelayEngines(config.delay_model() if model is None else model, rendezvous)
-    return _EmulatedJob(engines, real, config.seconds_file)
+    if config.environment is not None:
+        engine = WireEngine(config.environment, rendezvous, config.pace())
+        # no other rank's objects travel
+        return _EmulatedJob(engine, (rank,), config.seconds_file, rendezvous)
+    return _EmulatedJob(DelayEngines(config.delay_model(), rendezvous), real, config.seconds_file, rendezvous)

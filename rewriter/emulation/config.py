@@ -1,4 +1,4 @@
-"""What is emulated: how large a world, which of its ranks are real, on what fabric."""
+"""Configuration of an emulated job: size of its world, real ranks, fabric."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED
-from rewriter.emulation.lateness import Late
+from rewriter.emulation.delay_cpu import Late
 from rewriter.fabric import DelayModel, WhatIf, load_fabric
 
 UNPACED = "unpaced"  # in the place of a fabric, in wire mode: no delays but those of the wire
@@ -20,8 +20,8 @@ UNPACED = "unpaced"  # in the place of a fabric, in wire mode: no delays but tho
 class EmulationConfig(BaseModel):
     """An emulated job.
 
-    `world_size`: ranks of the job. `real`: those that run as processes, one of each class of ranks whose modules are
-    alike; all others are emulated. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …; the
+    `world_size`: ranks of the job. `real`: those that run as processes, one of each class of ranks with equal
+    modules; all others are emulated. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …; the
     fabric's first if None). `graphed`: delays of collectives inside CUDA graphs. `what_if`: changes to the delays, as
     `all_reduce=+5us`. `timeout`: seconds, where a program names none. `seconds_file`: where a rank writes how long its
     job took.
@@ -55,7 +55,7 @@ class EmulationConfig(BaseModel):
         return self
 
     def delay_model(self) -> DelayModel:
-        """How long collectives take, with the time for which this rank waits for emulated ones.
+        """The model of delays, with the time for which this rank waits for emulated ones.
 
         Raises RewriterError where the fabric or a change is not known.
         """
@@ -75,7 +75,7 @@ class EmulationConfig(BaseModel):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> EmulationConfig | None:
-        """What REWRITER_EMULATE says; None where it is not set. Raises RewriterError for what it cannot mean."""
+        """The configuration in REWRITER_EMULATE; None where that is not set. Raises RewriterError for a wrong one."""
         text = (os.environ if environment is None else environment).get(EMULATED)
         if not text:
             return None

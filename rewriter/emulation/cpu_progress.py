@@ -1,4 +1,4 @@
-"""How far the operations of one rank are, whose library needs the core that the rank computes on.
+"""Progress of the operations of one rank, whose library needs the core that the rank computes on.
 
 An operation goes on at one rate while its rank waits and at a lower one while it computes (`Delay.hindrance`): on a CPU
 the threads that serve the network get the core in turn with the program. How long the program computed is read from
@@ -88,7 +88,7 @@ class CpuProgress:
             return one.start if one.start is not None else self._courses(self._at, 0.0)[one].start
 
     def share(self, one: Underway) -> float:
-        """How much of `one` is over, between 0 and 1."""
+        """Share of `one` that is over, between 0 and 1."""
         with self._lock:
             self._advance(time.monotonic())
             return one.done

@@ -12,17 +12,17 @@ import ctypes
 import math
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
 from rewriter.emulation.cpu_progress import CpuProgress
-from rewriter.emulation.lateness import Late
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous, write
 from rewriter.emulation.work import TIMER_SPIN, EmulatedWork, Timer
-from rewriter.fabric import Delay, DelayModel
-from rewriter.fabric.rank_groups import directed_delay
+from rewriter.fabric import Call, Delay, DelayModel
+from rewriter.fabric.calls import directed_delay
+from rewriter.fabric.overlap import Overlap
 
 _INLINE = 1 << 16  # bytes that are written sooner than a thread is woken
 _TICK = 1e-3  # seconds between two shares of CPU time at most: to wake a thread takes some, too
@@ -30,6 +30,31 @@ _TICKS = 8  # as many in a short operation
 _PIECE = 1 << 18  # bytes copied at a time where CPU time is spent: some 30 µs
 # CPU seconds that the caller spends at once: a thread that shares its core would be woken, and done, too late
 _BRIEF = 1e-3
+
+
+@dataclass(frozen=True)
+class Late:
+    """Lateness of emulated peers: `model`, whose collectives start with the last peer of a group that has emulated
+    ones, later than this rank by `Overlap.skew`, which is latency. `real`: ranks that run. A message has no group
+    to wait for."""
+
+    model: DelayModel
+    overlap: Overlap
+    real: frozenset[int]
+
+    def delay(self, call: Call) -> Delay:
+        found, late = self.model.delay(call), self.late(call, 0.0)
+        return replace(found, seconds=found.seconds + late) if late else found
+
+    def late(self, call: Call, computed: float) -> float:
+        """Seconds, after `computed` seconds of kernels since the collective before."""
+        if call.kind == "send" or self.real.issuperset(call.ranks):
+            return 0.0
+        return self.overlap.skew(call.size, computed)
+
+    def later(self, call: Call, computed: float) -> float:
+        """By how much longer than `delay` says this rank waits after `computed` seconds."""
+        return max(0.0, self.late(call, computed) - self.late(call, 0.0))
 
 
 class DelayEngine:
@@ -138,7 +163,7 @@ class DelayedWork(EmulatedWork):
 
     @property
     def fillable(self) -> bool:
-        """Whether what is to be written is known, or is not waited for any longer."""
+        """True when what is to be written is known, or is not waited for any longer."""
         source = self.operation.source
         return source is None or source.tensor is not None or bool(self.values) or self.share >= 0.5
 

@@ -24,7 +24,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.work import CollectiveTimeout, OperationWork
 from rewriter.fabric import Call, Delay, DelayModel
-from rewriter.fabric.rank_groups import directed_delay
+from rewriter.fabric.calls import directed_delay
 
 _ROWS = 1 << 14  # different calls
 _EAGER = 1 << 12  # launches under way at a time, outside of graphs
@@ -36,7 +36,7 @@ _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CudaDelayEngine:
-    """Of one device. `launch_nanoseconds`: by how much a launch outlasts its delay, subtracted from delays; it is
+    """Engine of one device. `launch_nanoseconds`: excess of a launch over its delay, subtracted from delays; it is
     measured when the engine is made, which waits for the device a few times.
 
     Raises RewriterError where it is first needed while a CUDA graph is captured.
@@ -244,7 +244,7 @@ class CudaWork(OperationWork):
         return True
 
     def _receive(self) -> None:
-        """What a message brings is known when it is waited for: sends may have been called after it."""
+        """Write what a message brings, which is known when it is waited for: sends may have been called after it."""
         if self.operation.receives and not self._received:
             self._received = True
             self.operation.fill()

@@ -177,16 +177,16 @@ class EmulatedGroup(_ProcessGroup):
     # --- messages ---
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> Any:
-        return self._message(tensors, self.rank(), destination, tag)
+        return self._message(tensors, self.rank(), destination)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Any:
-        return self._message(tensors, source, self.rank(), tag)
+        return self._message(tensors, source, self.rank())
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Any:
         """From the next rank: the first of those that could have sent."""
-        return self.recv(tensors, (self.rank() + 1) % self.size(), tag)
+        return self.recv(tensors, (self.rank() + 1) % self.size())
 
-    def _message(self, tensors: Sequence[Tensor], source: int, destination: int, tag: int) -> Any:
+    def _message(self, tensors: Sequence[Tensor], source: int, destination: int) -> Any:
         ends = (self.ranks[source], self.ranks[destination])
         receives = destination == self.rank()
         call = Call("send", _bytes(tensors), ends, _dtype(tensors))
@@ -199,7 +199,7 @@ class EmulatedGroup(_ProcessGroup):
         return self._submit(
             EmulatedOperation(
                 call, self.group_name, sequence, int(receives), inputs, outputs, self.timeout,
-                asynchronous=True, root=source, tag=tag, source=found,
+                asynchronous=True, root=source, source=found,
             )
         )  # fmt: skip
 

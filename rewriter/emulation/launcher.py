@@ -12,7 +12,6 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED, Processes, environment, free_port, place
 from rewriter.common.scratch import scratch_folder
 from rewriter.emulation.config import EmulationConfig
-from rewriter.emulation.heterogeneous import slowest
 
 _ENVIRONMENT = "the environment process"
 
@@ -28,10 +27,7 @@ def launch(config: EmulationConfig, script: Sequence[str], *, as_module: bool = 
         raise RewriterError(f"{script[0]}: no such script. Options of the launcher stand before the script's name")
     with Processes(logged=False) as job:
         if config.mode == "wire" and config.environment is None:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                config = config.model_copy(update={"environment": f"127.0.0.1:{listener.getsockname()[1]}"})
-                words = _python("rewriter.emulation.environment", str(listener.fileno()))
-                job.start(_ENVIRONMENT, words, _variables(config, {}), pass_fds=(listener.fileno(),))
+            config = with_environment(job, config)
         port = free_port()
         own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if len(config.real) > 1 else {}
         for local, rank in enumerate(config.real):
@@ -46,6 +42,15 @@ def launch(config: EmulationConfig, script: Sequence[str], *, as_module: bool = 
             sys.stderr.write(f"error: {failure.message}\n")
         sys.stderr.write(f"error: {failure.name} {failure.how}. All other processes of the job are stopped\n")
         return failure.status
+
+
+def with_environment(job: Processes, config: EmulationConfig) -> EmulationConfig:
+    """`config` with the address of an environment process, which starts as one of `job` and which nobody waits for."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = config.model_copy(update={"environment": f"127.0.0.1:{listener.getsockname()[1]}"})
+        words = _python("rewriter.emulation.environment", str(listener.fileno()))
+        job.start(_ENVIRONMENT, words, _variables(config, {}), pass_fds=(listener.fileno(),))
+    return config
 
 
 def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module: bool = False) -> int:
@@ -71,8 +76,8 @@ def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module:
             found[rank] = float(file.read_text(encoding="ascii"))
     for rank, seconds in found.items():
         sys.stderr.write(f"rank {rank}: {seconds:.6g} s\n")
-    (job,) = slowest({rank: [seconds] for rank, seconds in found.items()})
-    sys.stderr.write(f"the job: {job.seconds:.6g} s, as long as rank {job.rank}\n")
+    longest = max(found, key=found.__getitem__)
+    sys.stderr.write(f"the job: {found[longest]:.6g} s, as long as rank {longest}\n")
     return 0
 
 

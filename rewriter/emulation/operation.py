@@ -18,7 +18,7 @@ Reduction = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"
 
 @dataclass(frozen=True, eq=False)
 class EmulatedOperation:
-    """What a process group was asked for: the `call` that a model of delays sees, and this rank's part in it.
+    """An operation that a process group was asked for: the `call` that a model of delays sees, and this rank's part.
 
     | kind                | inputs                               | outputs                              |
     |---------------------|--------------------------------------|--------------------------------------|
@@ -49,14 +49,13 @@ class EmulatedOperation:
     asynchronous: bool = False
     root: int | None = None
     reduction: Reduction = "sum"
-    tag: int = 0
     source: MessageSource | None = None  # of a message that this rank receives
     parts: tuple[EmulatedOperation, ...] = ()  # of a fused one
     called: float = field(default_factory=time.monotonic)  # when this rank came to it, seconds of `time.monotonic`
 
     @property
     def receives(self) -> bool:
-        """Of a send: whether this rank is its receiver."""
+        """True for the receiver of a message."""
         return self.call.kind == "send" and self.rank == 1
 
     @property

@@ -1,8 +1,8 @@
-"""Which messages a rank exchanges with all others in one collective, and which of them wait for which.
+"""Messages that a rank exchanges with all others in one collective, and their order.
 
-That is the collective's own graph as one real rank sees it (papers/neuronabox.md, section 2.2): what passes between
-other ranks is left out. Messages of one direction follow each other, so the graph is two chains with edges between
-them: `PlannedMessage.needs` says how many messages of the other direction must be done first. Algorithms, their
+That is the collective's own graph as one real rank sees it (NeuronaBox, arXiv 2405.02969, section 2.2): what passes
+between other ranks is left out. Messages of one direction follow each other, so the graph is two chains with edges
+between them: `PlannedMessage.needs` says how many messages of the other direction must be done first. Algorithms, their
 segments and the two messages under way at any time are those of gloo (gloo/allreduce.cc, allgather.cc, broadcast.cc,
 barrier.cc, alltoall.cc, reduce.cc), which torch uses on CPUs.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rewriter.common.errors import RewriterError
 from rewriter.fabric.calls import Kind
 
-SEGMENT = 1 << 20  # gloo's largest segment of a reduction, in bytes
+SEGMENT = 1 << 20  # bytes of gloo's largest segment of a reduction; and of a message: larger ones are cut
 # Above it a collective has so many steps that their number, not the wire, would set the time that an emulation takes:
 # the steps of a larger group travel together, as many as those of a group of this size, and with the same bytes.
 RANKS = 16
@@ -82,7 +82,21 @@ def plan(kind: Kind, nbytes: int, itemsize: int, ranks: int, rank: int, root: in
         raise RewriterError(f"{kind}: a collective without a plan of its messages. Use --mode delay")
     if not found.receives:  # the rank must learn of the end
         found = Plan(found.sends, (PlannedMessage(0, 0, len(found.sends)),))
-    return found
+    return _cut(found)
+
+
+def _cut(found: Plan) -> Plan:
+    """The same with messages of at most SEGMENT bytes, so that their moments are spread over the time."""
+    sent, received = ([0, *accumulate(max(1, -(-m.length // SEGMENT)) for m in chain)] for chain in found)
+
+    def cut(chain: tuple[PlannedMessage, ...], other: list[int]) -> tuple[PlannedMessage, ...]:
+        return tuple(
+            PlannedMessage(m.offset + at, min(SEGMENT, m.length - at), other[m.needs], m.reduced)
+            for m in chain
+            for at in range(0, max(1, m.length), SEGMENT)
+        )
+
+    return Plan(cut(found.sends, received), cut(found.receives, sent))
 
 
 def _folded(rank: int, root: int | None, ranks: int) -> tuple[int, int | None]:

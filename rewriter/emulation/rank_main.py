@@ -1,4 +1,4 @@
-"""What the launcher starts for each real rank: `python -m rewriter.emulation.rank_main [-m] SCRIPT ARGUMENT…`.
+"""Main of each real rank, as the launcher starts it: `python -m rewriter.emulation.rank_main [-m] SCRIPT ARGUMENT…`.
 
 The script runs unmodified. Whatever backend it names, its process groups are emulated, and it finds its store at once:
 the other ranks of the world, for which torch would wait, do not exist.
@@ -59,26 +59,22 @@ def emulated(config: EmulationConfig) -> Iterator[None]:
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
         rank = int(os.environ["RANK"]) if rank < 0 else rank
         world_size = config.world_size if world_size < 0 else world_size
-        yield store(config, rank, options.get("timeout")), rank, world_size
+        store: Any = HashStore()
+        if len(config.real) > 1:  # for the real ranks; it waits for none that is emulated
+            store = TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=rank == config.real[0],
+                timeout=options.get("timeout") or timedelta(seconds=config.timeout),
+                wait_for_workers=False,
+            )
+        yield store, rank, world_size
 
     with (
         mock.patch.object(c10d, "_new_process_group_helper", make),
         mock.patch.object(c10d, "rendezvous", rendezvous),
     ):
         yield
-
-
-def store(config: EmulationConfig, rank: int, timeout: timedelta | None) -> Any:
-    """A store for the real ranks, which waits for none that is emulated."""
-    if len(config.real) == 1:
-        return HashStore()
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == config.real[0],
-        timeout=timeout or timedelta(seconds=config.timeout),
-        wait_for_workers=False,
-    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Several real ranks in one job: each reports to the others when it comes to a collective, over TCP.
+"""Several real ranks in one job on this machine: each reports to the others when it comes to a collective, over TCP.
 
 A collective begins when its last real member has come. What one of them sends to the others that is more than time (the
 values of a broadcast, of a message) travels along, where it is small or a program's own bookkeeping: integers.
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,19 +29,19 @@ _LARGE = 1 << 26  # of integers: pickled objects, counts, tokens
 
 
 @dataclass
-class _Arrivals:
-    operation: EmulatedOperation
-    last: float
-    missing: set[int]
-    then: Then
-    values: bytes | None = None
+class _Meeting:
+    """Who has come to one operation: by rank its time, what it calls, and the values that it gives. `operation` is None
+    until this rank has come."""
+
+    came: dict[int, tuple[float, str, bytes]] = field(default_factory=dict)
+    operation: EmulatedOperation | None = None
+    now: float = 0.0
+    then: Then | None = None
 
 
 @dataclass
 class _RealPeer:
-    rank: int
     connection: Connection
-    near: bool  # its clock is ours
     sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in different threads
 
 
@@ -57,10 +54,10 @@ class Rendezvous:
     def __init__(self, store: Any, real: tuple[int, ...], own: int, timeout: float) -> None:
         self.real, self.own = real, own
         self._lock = threading.Lock()
-        self._arrivals: dict[str, _Arrivals] = {}
-        self._early: dict[str, list[tuple[int, dict[str, Any], bytes, float]]] = {}
-        self._gone: dict[int, str] = {}
-        self._peers = {peer.rank: peer for peer in _connected(store, real, own, timeout)}
+        self._meetings: dict[str, _Meeting] = {}
+        self._gone: set[int] = set()
+        self.leaves_last = False
+        self._peers = _connected(store, real, own, timeout)
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="rewriter-rendezvous", daemon=True)
         self._thread.start()
@@ -69,7 +66,7 @@ class Rendezvous:
         """This rank came to `operation` at `now`. `then(time, values, error)` is called once, from any thread: with the
         time at which the last came, and what the root of a broadcast or the sender of a message gave. False, and it is
         not called, where no other real rank takes part."""
-        members = [rank for rank in self.real if rank != self.own and rank in operation.call.ranks]
+        members = self._others(operation)
         if not members:
             return False
         key = _key(operation)
@@ -81,71 +78,65 @@ class Rendezvous:
                 peer.connection.send_bytes(text)
                 peer.connection.send_bytes(values)
         with self._lock:
-            self._arrivals[key] = _Arrivals(operation, now, set(members), then)
-            early = self._early.pop(key, [])
-        for arrival in early:
-            self._came(*arrival)
-        for rank in members:
-            if rank in self._gone:
-                self._fail(key, rank)
+            meeting = self._meetings.setdefault(key, _Meeting())
+            meeting.operation, meeting.now, meeting.then = operation, now, then
+        self._settle(key)
         return True
 
-    def _came(self, rank: int, line: dict[str, Any], values: bytes, came: float) -> None:
-        with self._lock:
-            arrivals = self._arrivals.get(line["key"])
-            if arrivals is None:
-                self._early.setdefault(line["key"], []).append((rank, line, values, came))
-                return
-            wrong = line["what"] != _what(arrivals.operation)
-            arrivals.missing.discard(rank)
-            arrivals.last = max(arrivals.last, came)
-            arrivals.values = values or arrivals.values
-            if arrivals.missing and not wrong:
-                return
-            del self._arrivals[line["key"]]
-        error = None
-        if wrong:
-            error = RewriterError(
-                f"{arrivals.operation.title}: rank {rank} calls {line['what']} there. Real ranks have to call the same "
-                "collectives in the same order"
-            )
-        arrivals.then(arrivals.last, arrivals.values, error)
+    def _others(self, operation: EmulatedOperation) -> list[int]:
+        return [rank for rank in self.real if rank != self.own and rank in operation.call.ranks]
 
-    def _fail(self, key: str, rank: int) -> None:
+    def _settle(self, key: str) -> None:
+        """Go on with an operation to which all have come, or cannot come any longer."""
         with self._lock:
-            arrivals = self._arrivals.get(key)
-            if arrivals is None or rank not in arrivals.missing:
+            meeting = self._meetings.get(key)
+            if meeting is None or meeting.operation is None or meeting.then is None:
                 return
-            del self._arrivals[key]
-        arrivals.then(0.0, None, CollectiveAborted(f"{arrivals.operation.title}: rank {rank} {self._gone[rank]}"))
+            title, own = meeting.operation.title, _what(meeting.operation)
+            missing = [rank for rank in self._others(meeting.operation) if rank not in meeting.came]
+            wrong = next(((rank, what) for rank, (_, what, _) in meeting.came.items() if what != own), None)
+            gone = next((rank for rank in missing if rank in self._gone), None)
+            if missing and wrong is None and gone is None:
+                return
+            del self._meetings[key]
+        error: RewriterError | None = None
+        if wrong is not None:
+            error = RewriterError(
+                f"{title}: rank {wrong[0]} calls {wrong[1]} there. Real ranks have to call the same collectives in the "
+                "same order"
+            )
+        elif gone is not None:
+            error = CollectiveAborted(f"{title}: rank {gone} has left the job")
+        values = next((values for _, _, values in meeting.came.values() if values), None)
+        meeting.then(max([meeting.now, *(time for time, _, _ in meeting.came.values())]), values, error)
 
     def _listen(self) -> None:
-        peers: dict[Any, _RealPeer] = {peer.connection: peer for peer in self._peers.values()}
+        ranks: dict[Any, int] = {peer.connection: rank for rank, peer in self._peers.items()}
         while True:
-            for ready in wait([self._woken, *peers]):
+            readable: list[Any] = wait([self._woken, *ranks])
+            for ready in readable:
                 if ready is self._woken:
                     return
-                peer = peers[ready]
                 try:
-                    line, carried = json.loads(peer.connection.recv_bytes()), peer.connection.recv_bytes()
+                    line, values = json.loads(ready.recv_bytes()), ready.recv_bytes()
                 except (OSError, EOFError):
-                    del peers[ready]
-                    self._leave(peer)
+                    with self._lock:
+                        self._gone.add(ranks.pop(ready))
+                    for key in list(self._meetings):
+                        self._settle(key)
                 else:
-                    self._came(peer.rank, line, carried, line["time"] if peer.near else time.monotonic())
-
-    def _leave(self, peer: _RealPeer) -> None:
-        self._gone[peer.rank] = "has left the job"
-        for key in list(self._arrivals):
-            self._fail(key, peer.rank)
+                    with self._lock:
+                        meeting = self._meetings.setdefault(line["key"], _Meeting())
+                        meeting.came[ranks[ready]] = line["time"], line["what"], values
+                    self._settle(line["key"])
 
     def close(self) -> None:
-        """Leave: the others' operations with this rank fail from now on."""
+        """Leave: the others' operations with this rank fail from now, or (`leaves_last`) this process's end on."""
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join()
-        for peer in self._peers.values():
+        for peer in self._peers.values() if not self.leaves_last else ():
             peer.connection.close()
         self._wake.close()
         self._woken.close()
@@ -183,25 +174,22 @@ def write(values: bytes, outputs: tuple[Tensor, ...]) -> None:
             x.data.copy_(part.clone().view(x.dtype).view(x.shape))
 
 
-def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> list[_RealPeer]:
+def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> dict[int, _RealPeer]:
     """A connection to each other real rank: the higher rank connects to the lower."""
-    here = f"{socket.gethostname()} {_boot()}"
-    peers = []
+    peers = {}
 
-    def add(rank: int, connection: socket.socket, there: str) -> None:
+    def add(rank: int, connection: socket.socket) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peers.append(_RealPeer(rank, Connection(connection.detach()), there == here))
+        peers[rank] = _RealPeer(Connection(connection.detach()))
 
-    address = "127.0.0.1" if _local() else socket.gethostbyname(socket.gethostname())
-    with socket.create_server(("127.0.0.1" if _local() else "", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(timeout)
-        store.set(f"rewriter/rendezvous/{own}", json.dumps([address, server.getsockname()[1], here]))
+        store.set(f"rewriter/rendezvous/{own}", str(server.getsockname()[1]))
         for rank in (r for r in real if r < own):
-            host, port, there = json.loads(store.get(f"rewriter/rendezvous/{rank}"))
-            connection = socket.create_connection((host, port), timeout)
-            connection.sendall(json.dumps([own, here]).encode() + b"\n")
-            add(rank, connection, there)
+            connection = socket.create_connection(("127.0.0.1", int(store.get(f"rewriter/rendezvous/{rank}"))), timeout)
+            connection.sendall(own.to_bytes(4, "little"))
+            add(rank, connection)
         for _ in (r for r in real if r > own):
             try:
                 connection, _ = server.accept()
@@ -209,18 +197,5 @@ def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> l
                 raise RewriterError(
                     f"emulated job: not all real ranks {list(real)} came within {timeout:g} s. Start each of them"
                 ) from None
-            rank, there = json.loads(connection.makefile("rb", buffering=0).readline())
-            add(rank, connection, there)
+            add(int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little"), connection)
     return peers
-
-
-def _local() -> bool:
-    """Whether all ranks are started on this machine, as the launcher does."""
-    return os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost")
-
-
-def _boot() -> str:
-    """Processes of one boot of one machine read one clock."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""

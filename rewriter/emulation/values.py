@@ -113,7 +113,7 @@ def _copy(x: Tensor, out: Tensor) -> None:
 
 @dataclass
 class MessageSource:
-    """What a receive gets, as far as it is known."""
+    """The tensor that a receive gets, as far as it is known."""
 
     tensor: Tensor | None = None
 

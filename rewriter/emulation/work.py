@@ -61,7 +61,7 @@ class OperationWork(dist.Work):
         return list(self.operation.outputs)
 
     def source_rank(self) -> int:
-        """Of a message: its sender's rank in the group."""
+        """Rank, in the group, of a message's sender; -1 for what is no message."""
         return -1 if self.operation.root is None else self.operation.root
 
     _source_rank = source_rank
@@ -270,17 +270,8 @@ class Together(dist.Work):
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self.works)
-
-    def exception(self) -> BaseException | None:
-        return next((e for e in (work.exception() for work in self.works) if e is not None), None)
-
     def synchronize(self) -> None:
         self.wait()
-
-    def result(self) -> list[Tensor]:
-        return [tensor for work in self.works for tensor in work.result()]
 
     def get_future(self) -> Any:
         def values(done: Any) -> list[Tensor]:

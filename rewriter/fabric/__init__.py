@@ -1,4 +1,4 @@
-"""What collectives, links and devices cost: α-β models, measured tables, fabrics as YAML. No torch.
+"""Costs of collectives, links and devices: α-β models, measured tables, fabrics as YAML. No torch.
 
 `calls` has what a model is asked and what it answers; `measured_delays`, `alpha_beta` and `what_if` are models;
 `fabric` puts figures and models together, `schema` reads them from `library/*.yaml`.
@@ -7,7 +7,7 @@
 from rewriter.fabric.calls import KINDS, Call, Delay, DelayModel, Kind, Links
 from rewriter.fabric.fabric import Fabric
 from rewriter.fabric.links import Channel, Device, Link
-from rewriter.fabric.shipped_fabrics import fabrics, load_fabric
+from rewriter.fabric.schema import fabrics, load_fabric
 from rewriter.fabric.what_if import WhatIf
 
 __all__ = [

@@ -28,8 +28,7 @@ from typing import Literal
 
 from rewriter.common.errors import RewriterError
 from rewriter.fabric.calls import NO_DELAY, Call, Delay
-from rewriter.fabric.links import Link
-from rewriter.fabric.rank_groups import Placement, occupied, place
+from rewriter.fabric.links import Link, Placement, occupied, place
 
 Wire = Literal["nvlink", "pci"]
 Algorithm = Literal["ring", "tree", "one-shot", "two-shot", "hierarchical", "auto"]

@@ -1,7 +1,8 @@
-"""What a delay model is asked (`Call`) and what it answers (`Delay`), and how groups share links (`Links`)."""
+"""Question to a delay model (`Call`), its answer (`Delay`), and the links that groups share (`Links`)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args, runtime_checkable
@@ -20,6 +21,7 @@ Kind = Literal[
 ]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_OF_A_RANK = re.compile(r"rank\d+(?=$|\.network$)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Delay:
-    """How long one collective takes and what it occupies.
+    """Duration of one collective, and what it occupies.
 
     `seconds`: from the last rank's arrival to completion, with nothing else on the link; measured ones hold what ranks
     wait for each other on average (nccl-tests, `rewrite fabrics calibrate`). `transfer`: the part of it during which it
@@ -90,7 +92,7 @@ class Delay:
 
 
 NO_DELAY = Delay(0.0, 0.0, ())
-"""Of a group of one rank, which communicates nothing."""
+"""That of a group of one rank, which communicates nothing."""
 
 
 @runtime_checkable
@@ -120,3 +122,27 @@ class Links:
         start = max([now, *(self.free.get(link, now) for link in delay.links)])
         taken = {**self.free, **dict.fromkeys(delay.links, start + delay.transfer)}
         return start, start + delay.seconds, Links(taken)
+
+
+def directed_delay(model: DelayModel, call: Call, rank: int, receives: bool) -> Delay:
+    """Delay of `call` by `model`, with the links that global `rank` itself can wait for: its own instead of those of
+    other members, at most two however many ranks share a node. Each link has two directions: a send and a receive
+    (`receives`) do not wait for each other, and a collective takes both. A group of one rank takes no time.
+    """
+    if call.size < 2:
+        return NO_DELAY
+    delay = model.delay(call)
+    own = dict.fromkeys(_OF_A_RANK.sub(f"rank{rank}", link) for link in delay.links)
+    ways = "<>" if call.kind != "send" else "<" if receives else ">"
+    return replace(delay, links=tuple(link + way for link in own for way in ways))
+
+
+def received_bytes(call: Call) -> float:
+    """Bytes that a rank receives at least, and sends as many: of the rank that receives most."""
+    n, size = call.size, float(call.nbytes)
+    share = (n - 1) / n
+    if call.kind == "all_reduce":
+        return 2 * share * size
+    if call.kind in ("broadcast", "reduce", "send"):
+        return size if n > 1 else 0.0
+    return share * size

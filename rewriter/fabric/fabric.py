@@ -1,4 +1,4 @@
-"""One fabric: nodes of devices, the links that join them, and how long collectives on it take."""
+"""Fabric: nodes of devices, the links that join them, and how long collectives on it take."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import Any, TypeAlias
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.fabric.alpha_beta import PLAIN, Algorithm, AlphaBeta, Protocol
-from rewriter.fabric.backends import BEST, FUSED, Best, Fused, FusedSum
-from rewriter.fabric.calls import Call, Delay, DelayModel, Kind
+from rewriter.fabric.calls import Call, Delay, DelayModel, Kind, received_bytes
 from rewriter.fabric.links import Channel, Device, Link
-from rewriter.fabric.measured_delays import Measured
+from rewriter.fabric.measured_delays import BEST, FUSED, Best, Fused, FusedSum, Measured
 from rewriter.fabric.overlap import NONE, Overlap
-from rewriter.fabric.rank_groups import received_bytes
-from rewriter.fabric.shipped_tables import Table, TableKey, find
+from rewriter.fabric.tables import Table, TableKey, find
 
 # NCCL starts another block once each of its 512 threads has 8 bytes per rank of the group (src/include/comm.h,
 # NCCL_LL_THREAD_THRESHOLD); kernels like vLLM's once each of 512 has 16 bytes to load (csrc/custom_all_reduce.cuh).
@@ -34,7 +32,7 @@ MakeModel: TypeAlias = Callable[..., DelayModel]
 
 @dataclass(frozen=True)
 class TableChoice:
-    """A shipped table by name: see `rewriter.fabric.shipped_tables.find`."""
+    """A shipped table by name: see `rewriter.fabric.tables.find`."""
 
     system: str
     library: str
@@ -95,7 +93,7 @@ class Fabric:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """What `delay_model` takes as a library; the first is the default. "best" is the fastest of them for a call,
+        """Libraries that `delay_model` takes; the first is the default. "best" is the fastest of them for a call,
         and "fused" that with sums that norm, where there are such."""
         several = (BEST,) if len(self.libraries) + (self.fused is not None) > 1 and self.model == "measured" else ()
         return (*several, *self.libraries, *((FUSED,) if self.fused else ()))
@@ -106,7 +104,7 @@ class Fabric:
         return AlphaBeta(self.inside, self.between, self.node, self.algorithm, self.protocols)
 
     def delay_model(self, library: str | None = None, graphed: bool = False) -> DelayModel:
-        """How long collectives take, by `library`, one of `backends` (None: the first), eager or replayed from a CUDA
+        """The model of delays by `library`, one of `backends` (None: the first), eager or replayed from a CUDA
         graph.
 
         Raises RewriterError for a library that was not measured here, or a model that cannot be loaded.
@@ -115,8 +113,7 @@ class Fabric:
         if name == BEST and self.backends[:1] == (BEST,):
             return Best({one: self.delay_model(one, graphed) for one in self.backends[1:] if self._has(one, graphed)})
         if name == FUSED and self.fused is not None:
-            plain = self.delay_model(self.fused.library, graphed)
-            return Fused(self.fused, plain, plain)
+            return Fused(self.fused, self.delay_model(self.fused.library, graphed))
         if self.model == "measured":
             model: DelayModel = Measured(self._tables(name, graphed), self.formula)
         elif self.model == "alpha-beta":
@@ -129,7 +126,7 @@ class Fabric:
         return _Holding(model, name, frozenset(own), self.blocks)
 
     def _has(self, library: str, graphed: bool) -> bool:
-        """Whether a library was measured in this way; some were in graphs only."""
+        """True for a library that was measured in this way; some were in graphs only."""
         name = self.fused.library if library == FUSED and self.fused else library
         try:
             self._tables(name, graphed)
@@ -190,7 +187,7 @@ class _Holding:
 
 
 def find_model(model: str | MakeModel) -> MakeModel:
-    """What makes a delay model of (fabric, library, graphed): `model` itself where it is no name, else what an
+    """The maker of a delay model of (fabric, library, graphed): `model` itself where it is no name, else what an
     installed package registers under that name in the group `rewriter.delay_models`.
 
     A name comes from a file, and files come from elsewhere: nothing else is imported for one. Raises RewriterError for

@@ -19,6 +19,8 @@ Three things about the measurements are put right (`benchmarks/kernel_tables.py`
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,7 +30,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rewriter.fabric.shipped_kernels import read
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
+from rewriter.fabric.links import KERNELS, kernel_systems
 
 _TURNS = {"products": 6, "glue": 5}  # kernels to a graph, where it was more than one
 _BYTES = {"bfloat16": 2, "float8": 1}
@@ -39,7 +43,7 @@ Reference = Callable[..., Any]  # of places on the axes, seconds
 
 @dataclass(frozen=True)
 class Promised:
-    """What a device promises: FLOP per second by dtype, bytes per second of its memory."""
+    """Promises of a device: FLOP per second by dtype, bytes per second of its memory."""
 
     flops: Mapping[str, float]
     bandwidth: float
@@ -68,7 +72,7 @@ class Grid:
         return float(np.exp(corners))
 
     def held_out(self, axis: int) -> Array:
-        """Of each measurement between two others along an axis: |predicted by these two / measured - 1|."""
+        """Error of each measurement between two others along an axis: |predicted by these two / measured - 1|."""
         if len(self.axes[axis]) < 3:
             return np.empty(0)
         x, v = self.axes[axis], np.moveaxis(self.ratios, axis, 0)
@@ -101,7 +105,7 @@ class KernelTable:
         return float(np.nanmin(self._seconds("products", self.file["products"]["bfloat16"])))
 
     def product(self, rows: int, columns: int, depth: int, dtype: str, on: Promised | None = None) -> float | None:
-        """Of [rows, depth] · [depth, columns], its weights read from memory."""
+        """Seconds of [rows, depth] · [depth, columns], its weights read from memory."""
         known = _ALIKE.get(dtype, dtype)
         grid, on = self.products.get(known), on or self.own
         if grid is None or known not in on.flops:
@@ -119,7 +123,7 @@ class KernelTable:
         on: Promised | None = None,
         pairs: float | None = None,
     ) -> float | None:
-        """Of `queries` new tokens of each sequence, causal, over `keys`: of one over a cache, or of a prompt over
+        """Seconds of `queries` new tokens of each sequence, causal, over `keys`: one over a cache, or a prompt over
         itself.
 
         `pairs`: of a query and a key that are seen, per head and sequence, where they are not queries² / 2.
@@ -136,7 +140,7 @@ class KernelTable:
     def experts(
         self, tokens: int, width: int, hidden: int, chosen: int, count: int, dtype: str, on: Promised | None = None
     ) -> float | None:
-        """Of a layer of gated experts: `chosen` of `count` for each token, `hidden` wide on a rank, with routing."""
+        """Seconds of a layer of gated experts: `chosen` of `count` per token, `hidden` wide on a rank, with routing."""
         known, on = _ALIKE.get(dtype, dtype), on or self.own
         if known not in self._experts or known not in on.flops:
             return None
@@ -147,8 +151,8 @@ class KernelTable:
         return float(grids[shape].ratio(tokens) * reference(tokens))
 
     def glue(self, nbytes: float, rows: int, columns: int, on: Promised | None = None) -> float | None:
-        """Of a kernel that reads and writes `nbytes` once. `columns`: values of each of `rows` rows that it reduces
-        first; 0 where it works on each value alone."""
+        """Seconds of a kernel that reads and writes `nbytes` once. `columns`: values of each of `rows` rows that are
+        reduced first; 0 where it works on each value alone."""
         on = on or self.own
         reference = self.floor + nbytes / on.bandwidth
         if columns:
@@ -266,11 +270,12 @@ class KernelTable:
 
     @cached_property
     def _reduction(self) -> Grid:
-        cells = self._glue["reduction"]
+        glue = self._glue
+        cells = glue.file["glue"]["reduction"]
         axes = [cells["rows"], cells["columns"]]
 
         def reference(rows: Any, columns: Any) -> Any:
-            return self._glue_floor + 3.0 * rows * columns / self._glue_bandwidth
+            return glue.floor + 3.0 * rows * columns / glue.own.bandwidth
 
         return Grid(axes, self._seconds("glue", cells), reference)
 
@@ -278,37 +283,24 @@ class KernelTable:
     def _pointwise(self) -> Grid:
         """By bytes. Of shapes with as many values the fastest quarter counts: a compiler is free to
         cut them otherwise."""
-        cells = self._glue["pointwise"]
+        glue = self._glue
+        cells = glue.file["glue"]["pointwise"]
         rows, columns = np.meshgrid(*(np.asarray(cells[a], dtype=float) for a in ("rows", "columns")), indexing="ij")
         seconds, sizes = self._seconds("glue", cells), 3.0 * rows * columns
+        ratios = seconds / (glue.floor + sizes / glue.own.bandwidth)
         edges = 2.0 ** np.arange(np.floor(np.log2(sizes.min())), np.ceil(np.log2(sizes.max())) + 1)
         found = [
             (float(np.sqrt(low * high)), float(np.nanquantile(ratio, 0.25)))
             for low, high in pairwise(edges)
-            if not np.isnan(
-                ratio := np.where((sizes >= low) & (sizes < high), self._over(seconds, sizes), np.nan)
-            ).all()
+            if not np.isnan(ratio := np.where((sizes >= low) & (sizes < high), ratios, np.nan)).all()
         ]
         axis = [nbytes for nbytes, _ in found]
         return Grid((axis,), np.array([ratio for _, ratio in found]), lambda nbytes: np.ones_like(nbytes))
 
-    def _over(self, seconds: Array, sizes: Array) -> Array:
-        found: Array = seconds / (self._glue_floor + sizes / self._glue_bandwidth)
-        return found
-
     @property
-    def _glue(self) -> Mapping[str, Any]:
+    def _glue(self) -> KernelTable:
         """A system without conversions to float8 has the H100's, relative to what either promises."""
-        found: Mapping[str, Any] = self.file["glue"] or kernel_table("h100_sxm").file["glue"]
-        return found
-
-    @property
-    def _glue_floor(self) -> float:
-        return self.floor if self.file["glue"] else kernel_table("h100_sxm").floor
-
-    @property
-    def _glue_bandwidth(self) -> float:
-        return self.own.bandwidth if self.file["glue"] else kernel_table("h100_sxm").own.bandwidth
+        return self if self.file["glue"] else kernel_table("h100_sxm")
 
     def _seconds(self, what: str, cells: Mapping[str, Any]) -> Array:
         """The durations of one grid without the gap between replays."""
@@ -323,11 +315,15 @@ class KernelTable:
 @cache
 def kernel_table(system: str) -> KernelTable:
     """A shipped table by its system's name. Raises RewriterError for an unknown one."""
-    return KernelTable(read(system))
+    if system not in kernel_systems():
+        raise RewriterError(
+            f"kernels of {system!r:.60}: {did_you_mean(system, kernel_systems(), what='shipped')} Name one of them"
+        )
+    return KernelTable(json.loads(gzip.decompress((KERNELS / f"kernels-{system}.json.gz").read_bytes())))
 
 
 def _filled(values: Array) -> Array:
-    """What is missing as the nearest that is known along an axis, the last axis first."""
+    """`values`, what is missing being the nearest that is known along an axis, the last axis first."""
     found = values.copy()
     for axis in reversed(range(found.ndim)):
         if not np.isnan(found).any():

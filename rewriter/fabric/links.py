@@ -1,12 +1,16 @@
-"""Links by latency and bandwidth (the α-β model), devices, and what exchanges of a group of ranks take on links.
+"""Devices, links by latency and bandwidth (the α-β model), and where groups of ranks lie on them.
 
 Bandwidths are of one direction; ranks send and receive at once. Every rank has a separate link to other nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+KERNELS = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """The device that one rank computes with.
 
     `flops`: per second, as attention kernels sustain them. `memory`: bytes. `call`: seconds of each kernel call besides
     its arithmetic, as plans for attention count it.
@@ -48,9 +52,15 @@ class Device:
     kernels: str = ""
 
 
+@cache
+def kernel_systems() -> tuple[str, ...]:
+    """The systems whose measured kernels ship."""
+    return tuple(sorted(path.name[len("kernels-") : -len(".json.gz")] for path in KERNELS.glob("kernels-*.json.gz")))
+
+
 @dataclass(frozen=True)
 class Channel:
-    """What a group of `ranks` exchanges through: `together` of them share a node, whose ranks are linked by `inside`;
+    """The links of a group of `ranks`: `together` of them share a node, whose ranks are linked by `inside`;
     ranks of other nodes are reached by `between`.
 
     Times are seconds, for `nbytes` that every rank receives and sends.
@@ -85,5 +95,50 @@ class Channel:
         return self.ranks // self.together
 
     def _latency(self) -> float:
-        """Of the steps of a ring through all ranks, which changes nodes as rarely as it can."""
+        """Seconds of the steps of a ring through all ranks, which changes nodes as rarely as it can."""
         return (self.ranks - self.nodes) * self.inside.latency + (self.nodes - 1) * self.between.latency
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`first`: the members of the group in its first rank's node. `nodes`: how many nodes it spans."""
+
+    first: tuple[int, ...]
+    nodes: int
+    size: int
+
+    @property
+    def together(self) -> int:
+        """Members per node; of nodes that hold unequally many, what the smallest does on average."""
+        return max(1, self.size // self.nodes)
+
+
+def place(ranks: Sequence[int], node: int) -> Placement:
+    """Where `ranks` are in a job that fills nodes of `node` ranks in order. Takes as long for a large `range` as for a
+    small one."""
+    home = ranks[0] // node
+    if isinstance(ranks, range):
+        inside = range(home * node, (home + 1) * node)
+        fewer, others = (inside, ranks) if node < len(ranks) else (ranks, inside)
+        first = tuple(rank for rank in fewer if rank in others)
+        low, high = min(ranks[0], ranks[-1]), max(ranks[0], ranks[-1])
+        nodes = len(ranks) if abs(ranks.step) >= node else high // node - low // node + 1
+    else:
+        first = tuple(rank for rank in ranks if rank // node == home)
+        nodes = len({rank // node for rank in ranks})
+    return Placement(first, nodes, len(ranks))
+
+
+def occupied(placement: Placement, node: int, inside: Link, between: Link | None) -> tuple[str, ...]:
+    """Names of the links that an exchange holds: at most two per rank of one node, however large the group.
+
+    Links of a rank are called `rank3` and, to other nodes, `rank3.network`; shared ones `node0` and `node0.network`.
+    A group on several nodes is named by its first node: all its nodes do alike.
+    """
+    home = f"node{placement.first[0] // node}"
+    names: list[str] = []
+    if len(placement.first) > 1:
+        names += [home] if inside.shared else [f"rank{rank}" for rank in placement.first]
+    if placement.nodes > 1 and between is not None:
+        names += [f"{home}.network"] if between.shared else [f"rank{rank}.network" for rank in placement.first]
+    return tuple(names)

@@ -1,18 +1,24 @@
-"""Collectives as they were measured; what was not measured, in proportion to what was."""
+"""Models of collectives as they were measured: of one library, of the fastest of several, of a sum that norms.
+
+What was not measured is in proportion to what was.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
 from rewriter.fabric.alpha_beta import AlphaBeta, split
-from rewriter.fabric.calls import KINDS, NO_DELAY, Call, Delay, Kind
-from rewriter.fabric.curves import Curve
-from rewriter.fabric.rank_groups import Placement
-from rewriter.fabric.shipped_tables import Table
+from rewriter.fabric.calls import KINDS, NO_DELAY, Call, Delay, DelayModel, Kind
+from rewriter.fabric.links import Placement
+from rewriter.fabric.tables import Curve, Table
 
+BEST, FUSED = "best", "fused"
+"""As libraries: the fastest of all, and the all-reduce that adds the residual and norms the sum."""
+
+_NORM_SECONDS = 2e-6  # what a kernel that adds and norms takes at least, measured ones of one row (kernel_tables)
 # What a collective that was not measured moves most like.
 _ALIKE: dict[Kind, tuple[Kind, ...]] = {
     "all_reduce": ("reduce_scatter", "all_gather"),
@@ -30,7 +36,7 @@ _ALIKE: dict[Kind, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """The first of `tables` that has a collective answers: a library that has only an all-reduce of its own leaves the
+    """The first of `tables` that has a collective answers: a library that has only an all-reduce leaves the
     others to NCCL.
 
     Other numbers of ranks than were measured, and collectives that were not, take the nearest measurement times the
@@ -88,7 +94,7 @@ class Measured:
         )
 
     def _covers(self, call: Call) -> bool:
-        """Whether such a group was measured across nodes: it is too large for one."""
+        """True for a group that was measured across nodes: it is too large for one."""
         return call.size > self.formula.node and any((call.kind, call.size) in table.curves for table in self.tables)
 
     def _nearest(self, call: Call) -> tuple[Curve, Call]:
@@ -103,6 +109,47 @@ class Measured:
         raise RewriterError("a model of measurements without a table: name at least one.")
 
 
-def table_errors(tables: Sequence[Table]) -> tuple[float, ...]:
-    """The leave-one-out errors of all curves of `tables`."""
-    return tuple(error for table in tables for errors in table.errors.values() for error in errors)
+@dataclass(frozen=True)
+class FusedSum:
+    """An all-reduce that adds the residual and norms the sum in the same kernel.
+
+    It takes `added_seconds` more than the all-reduce of `library`. `most_bytes`: the largest message that servers give
+    it, by ranks; for other numbers of ranks they have none.
+    """
+
+    library: str
+    added_seconds: float
+    most_bytes: Mapping[int, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """`model` is that of the fused sum's library, and answers alone what may not be fused."""
+
+    sum: FusedSum
+    model: DelayModel
+
+    def delay(self, call: Call) -> Delay:
+        found = self.model.delay(call)
+        if not self.takes(call):
+            return found
+        return replace(found, seconds=found.seconds + self.sum.added_seconds, normed=True, library=FUSED)
+
+    def takes(self, call: Call) -> bool:
+        fits = call.nbytes <= self.sum.most_bytes.get(call.size, 0)
+        return call.kind == "all_reduce" and call.norm and fits
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest of `models`, by library. A fused sum saves the kernel after it, too."""
+
+    models: Mapping[str, DelayModel] = field(hash=False)
+
+    def delay(self, call: Call) -> Delay:
+        found = {
+            name: replace(model.delay(call), library=name)
+            for name, model in self.models.items()
+            if not isinstance(model, Fused) or model.takes(call)
+        }
+        return min(found.values(), key=lambda d: d.seconds - (_NORM_SECONDS if d.normed else 0.0))

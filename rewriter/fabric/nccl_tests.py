@@ -1,4 +1,4 @@
-"""What nccl-tests prints: https://github.com/NVIDIA/nccl-tests, of the out-of-place times."""
+"""Output of nccl-tests: https://github.com/NVIDIA/nccl-tests, of the out-of-place times."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parse_log(text: str, source: str, kind: Kind | None = None) -> Log:
         if found := _RANK.match(line.strip()):
             rank = int(found[1])
             if rank in hosts:
-                raise fail(number, f"rank {rank} again: a second run. Give each run a file of its own.")
+                raise fail(number, f"rank {rank} again: a second run. Give each run a separate file.")
             hosts[rank] = found[2]
         elif re.match(r"\s*#\s+size\s+count\s+type\b.*\stime\b", line):
             columns = line.strip(" #\t").split()

@@ -1,4 +1,4 @@
-"""What overlap costs, beyond what kernels and collectives take alone: figures with their sources.
+"""Costs of overlap, beyond what kernels and collectives take alone: figures with their sources.
 
 Each term is a figure of `Overlap`; `--what-if TERM=x0` switches it off, `TERM=x2` doubles it.
 """
@@ -39,8 +39,8 @@ class Overlap:
     `contention`: by which share kernels beside a collective take longer, at least; the roofline may say more, of the
     SMs and the bandwidth that the collective takes, `taken` times. `slowed`: by which share a transfer beside kernels
     takes longer. `jitter`: standard deviation of a rank's kernels, as a share of their time; `jitter_seconds`:
-    likewise, in seconds between two collectives, whatever runs there. `clocks`: by which share kernels bound by
-    arithmetic slow down at the power limit. `step`: seconds between two passes of a graph.
+    likewise, in seconds between two collectives, whichever kernels run. `clocks`: by which share kernels bound
+    by arithmetic slow down at the power limit. `step`: seconds between two passes of a graph.
     """
 
     crossing: float = 1e-6
@@ -84,7 +84,7 @@ _FIGURES = {
 }
 SECONDS_OF = {"crossing": ("crossing", "crossing_eager"), "jitter": ("jitter_seconds",), "step": ("step",)}
 SHARES_OF = {name: (name,) for name in ("order", "contention", "jitter", "clocks")}
-"""What a term of `--what-if` sets where it is given as seconds, and as a share."""
+"""Figures that a term of `--what-if` sets where it is given as seconds, and as a share."""
 
 NONE = Overlap(**({field.name: 0.0 for field in fields(Overlap)} | {"taken": 1.0}))
 """Nothing is known: of devices whose measurements hold what there is (CPUs)."""

@@ -1,27 +1,29 @@
-"""What a fabric's YAML file holds. Every figure stands there with its source; units are seconds, bytes, FLOP and
-bytes per second."""
+"""Fabrics as YAML files: their format, and those that ship. Every figure stands there with its source; units are
+seconds, bytes, FLOP and bytes per second."""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
-from rewriter.common.yaml_documents import Document, Problem, read
+from rewriter.common.yaml_documents import Document, Problem, read, read_file
 from rewriter.fabric.alpha_beta import PLAIN, Algorithm, Wire, nccl
-from rewriter.fabric.backends import FusedSum
 from rewriter.fabric.calls import Kind
-from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.fabric import NO_CODE, Fabric, TableChoice
-from rewriter.fabric.links import Device, Link
+from rewriter.fabric.links import Device, Link, kernel_systems
+from rewriter.fabric.measured_delays import FusedSum
 from rewriter.fabric.overlap import NONE, SOURCES, Overlap
-from rewriter.fabric.shipped_kernels import kernel_systems
-from rewriter.fabric.shipped_tables import Table, TableKey
+from rewriter.fabric.tables import Curve, Point, Table, TableKey
 
+LIBRARY = Path(__file__).parent / "library"
 MAX_BYTES = 1 << 20
 """Size limit of a file, which may hold measurements."""
 
@@ -39,6 +41,10 @@ DType = Literal["float32", "bfloat16", "float16", "float8", "int8"]
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def values(self) -> dict[str, Any]:
+        """Its fields, figures by their values."""
+        return {name: value.value if isinstance(value, Figure) else value for name, value in self}
 
 
 class Figure(_Strict, Generic[V]):
@@ -86,9 +92,6 @@ class LinkFile(_Strict):
     bandwidth: Rate
     shared: bool = False
 
-    def link(self) -> Link:
-        return Link(self.latency.value, self.bandwidth.value, self.shared)
-
 
 class TableFile(_Strict):
     system: Word
@@ -121,33 +124,12 @@ class MeasurementsFile(_Strict):
         return Table(key, {what: Curve.of(points) for what, points in curves.items()}, self.source)
 
 
-class OverlapFile(_Strict):
-    """See `rewriter.fabric.overlap`; what is not named is as there."""
-
-    crossing: Time | None = None
-    crossing_eager: Time | None = None
-    order: Time | None = None
-    contention: Time | None = None
-    taken: Time | None = None
-    slowed: Time | None = None
-    jitter: Time | None = None
-    jitter_seconds: Time | None = None
-    clocks: Time | None = None
-    step: Time | None = None
-
-    def figures(self) -> dict[str, Figure[float]]:
-        return {name: figure for name in type(self).model_fields if (figure := getattr(self, name)) is not None}
-
-
 class FusedFile(_Strict):
-    """See `rewriter.fabric.backends.FusedSum`."""
+    """See `rewriter.fabric.measured_delays.FusedSum`."""
 
     library: Named
     added_seconds: Time
     most_bytes: Annotated[dict[Count, Bytes], Field(min_length=1)]
-
-    def sum(self) -> FusedSum:
-        return FusedSum(self.library.value, self.added_seconds.value, dict(self.most_bytes))
 
 
 class FabricFile(_Strict):
@@ -165,7 +147,7 @@ class FabricFile(_Strict):
     algorithm: Algorithm = "auto"
     protocols: Wire | None = None
     blocks: dict[Word, Number] = {}
-    overlap: OverlapFile = OverlapFile()
+    overlap: dict[str, Time] = {}
     fused: FusedFile | None = None
     tables: tuple[TableFile, ...] = ()
     measurements: MeasurementsFile | None = None
@@ -179,6 +161,8 @@ class FabricFile(_Strict):
             found.append(("model", "measured, but there are neither `tables` nor `measurements`."))
         if ":" in self.model:
             found.append(("model", f"{self.model!r:.60}.{NO_CODE}"))
+        terms = tuple(SOURCES)
+        found += [("overlap", f"unknown {n!r:.40}. {did_you_mean(n, terms)}") for n in self.overlap if n not in terms]
         known = [table.library for table in self.tables]
         if self.fused and self.fused.library.value not in known:
             found.append(
@@ -189,22 +173,19 @@ class FabricFile(_Strict):
         return found
 
     def fabric(self, sources: dict[str, str]) -> Fabric:
-        inside, between = (link.link() if link else None for link in (self.inside, self.between))
+        inside, between = (Link(**link.values()) if link else None for link in (self.inside, self.between))
         first = inside or between
         assert first is not None  # `faults` refused it
+        usual = Overlap() if self.blocks else NONE
         tables: list[Table | TableChoice] = [self.measurements.table(self.name)] if self.measurements else []
-        tables += [TableChoice(table.system, table.library, table.version) for table in self.tables]
+        tables += [TableChoice(**table.values()) for table in self.tables]
         return Fabric(
             self.name, self.device.device(), self.node.value, first, between, self.summary, self.modelled, self.model,
             self.algorithm, nccl(self.protocols) if self.protocols else (PLAIN,), tuple(tables),
             {library: number.value for library, number in self.blocks.items()},
-            replace(
-                Overlap() if self.blocks else NONE,
-                **{name: figure.value for name, figure in self.overlap.figures().items()},
-            ),
-            self.fused.sum() if self.fused else None,
-            sources | ({f"overlap.{name}": said for name, said in SOURCES.items()} if self.blocks else {})
-            | {f"overlap.{name}": figure.source for name, figure in self.overlap.figures().items()},
+            replace(usual, **{name: figure.value for name, figure in self.overlap.items()}),
+            FusedSum(**self.fused.values()) if self.fused else None,
+            ({f"overlap.{name}": said for name, said in SOURCES.items()} if self.blocks else {}) | sources,
         )  # fmt: skip
 
 
@@ -253,3 +234,34 @@ def _sources(data: Any, path: str = "") -> list[tuple[str, str]]:
     if "source" in data:
         return [(path, data["source"])]
     return [found for key, value in data.items() for found in _sources(value, f"{path}.{key}" if path else str(key))]
+
+
+def fabrics() -> tuple[str, ...]:
+    """The names of the fabrics that ship."""
+    return tuple(sorted(path.stem for path in LIBRARY.glob("*.yaml")))
+
+
+def load_fabric(name_or_path: str | os.PathLike[str]) -> Fabric:
+    """A fabric that ships, by name, or one of a file that ends in .yaml.
+
+    Raises RewriterError: no such fabric (with the nearest name), or all faults of the file, each with its line.
+    """
+    name = os.fspath(name_or_path)
+    if name in fabrics():
+        return _shipped(name)
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") and len(path.parts) < 2 and isinstance(name_or_path, str):
+        raise RewriterError(
+            f"fabric {name!r:.80}: no such fabric. {did_you_mean(name, fabrics(), what='shipped')} "
+            "A file of your own ends in .yaml."
+        )
+    return _read(path, name)
+
+
+@cache
+def _shipped(name: str) -> Fabric:
+    return _read(LIBRARY / f"{name}.yaml", name)
+
+
+def _read(path: Path, name: str) -> Fabric:
+    return parse(read_file(path, "fabric", MAX_BYTES), name)

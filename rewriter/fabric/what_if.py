@@ -125,16 +125,16 @@ class WhatIf:
 
     @property
     def measured_kernels(self) -> bool:
-        """Whether measured kernels may stand for a roofline's."""
+        """True where measured kernels may stand for a roofline's."""
         return not any(change.target == "kernels" and change.scale is None for change in self.changes)
 
     @property
     def kernels(self) -> float:
-        """How many times as long kernels take."""
+        """Factor by which kernels take longer."""
         return math.prod(change.scale for change in self.changes if change.target == "kernels" and change.scale)
 
     def overlap(self, usual: Overlap) -> Overlap:
-        """What overlap costs after these changes."""
+        """Costs of overlap after these changes."""
         for change in self.changes:
             if change.target in TERMS and change.scale is not None:
                 usual = usual.times(change.target, change.scale)

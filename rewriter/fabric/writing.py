@@ -13,10 +13,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import require_place
 from rewriter.common.yaml_documents import read
 from rewriter.fabric.calls import Kind
-from rewriter.fabric.curves import Point
 from rewriter.fabric.nccl_tests import Log, per_node
-from rewriter.fabric.schema import parse
-from rewriter.fabric.shipped_fabrics import LIBRARY, fabrics, load_fabric
+from rewriter.fabric.schema import LIBRARY, fabrics, load_fabric, parse
+from rewriter.fabric.tables import Point
 
 
 def measured_points(points: Iterable[tuple[Kind, int, Point]]) -> list[dict[str, Any]]:

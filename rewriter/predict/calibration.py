@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import local_rank
 from rewriter.fabric import Kind
-from rewriter.fabric.curves import Curve, Point
+from rewriter.fabric.tables import Curve, Point
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
 from rewriter.predict.machine import device_section
 from rewriter.predict.timing import StartCollective, beside_computation, durations, mean, own_device

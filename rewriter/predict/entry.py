@@ -147,7 +147,13 @@ def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tup
 
 
 def measure(
-    model: _Path, recipes: Sequence[str], workload: Workload, cluster: Cluster, *, trust_remote_code: bool = False
+    model: _Path,
+    recipes: Sequence[str],
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    wire: bool = False,
+    trust_remote_code: bool = False,
 ) -> RecipeComparison:
     """See `rewriter.api.measure`."""
     fewest, nodes = -(-workload.tp // load_fabric(cluster.fabric).node), workload.nodes
@@ -160,7 +166,7 @@ def measure(
     predicted = compare(program, recipes, workload, cluster, trust_remote_code=trust_remote_code)
     from rewriter.predict import measurement  # starts what only real ranks need
 
-    found = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster)
+    found = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster, wire)
     return replace(found, model=os.fspath(model))
 
 

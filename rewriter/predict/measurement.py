@@ -20,7 +20,7 @@ from rewriter.analysis.communication import model_dtype
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
-from rewriter.common.processes import run_ranks
+from rewriter.common.processes import Processes, run_ranks
 from rewriter.common.scratch import scratch_folder
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
@@ -115,12 +115,15 @@ def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]
     return Variant(recipe, str(module), weights, dtype, program.mesh.get("tp", 1), grid)
 
 
-def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluster | None, cores: Sequence[int]) -> Spec:
+def spec(
+    variants: Sequence[Variant], job: Workload, where: str, cluster: Cluster | None, cores: Sequence[int],
+    wire: bool = False,
+) -> Spec:  # fmt: skip
     values = None
     if cluster is not None:
         values = {
             "world_size": job.tp, "fabric": cluster.fabric, "what_if": list(cluster.what_if),
-            "graphed": job.graphed and where == "cuda",
+            "graphed": job.graphed and where == "cuda", "mode": "wire" if wire else "delay",
             **({} if cluster.library is None else {"library": cluster.library}),
         }  # fmt: skip
     return Spec(
@@ -130,19 +133,33 @@ def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluste
 
 
 def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
+    """What this rank measures, all others emulated; in wire mode by an environment process, which lasts as long."""
     assert found.emulation is not None
-    return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank])
+    values = {**found.emulation, "real": [rank]}
+    if values["mode"] == "delay":
+        return run(replace(found, emulation=values), [rank])
+    from rewriter.emulation import EmulationConfig
+    from rewriter.emulation.launcher import with_environment
+
+    with Processes() as job:
+        config = with_environment(job, EmulationConfig.of(**values))
+        return run(replace(found, emulation={**values, "environment": config.environment}), [rank])
 
 
 def measure(
-    programs: Sequence[tuple[str, Program]], predicted: RecipeComparison, job: Workload, cluster: Cluster
+    programs: Sequence[tuple[str, Program]],
+    predicted: RecipeComparison,
+    job: Workload,
+    cluster: Cluster,
+    wire: bool = False,
 ) -> RecipeComparison:
-    """`predicted` with passes as a real rank measures them, for recipes by name and their programs.
+    """`predicted` with passes as a real rank measures them, for recipes by name and their programs. `wire`: on the CPU,
+    and its collectives are messages to an environment process.
 
     Where ranks are of several classes, one of each runs, in turn, and the slowest counts. Raises RewriterError where
     memory lacks, and with the reason of a rank that fails.
     """
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    where = "cuda" if torch.cuda.is_available() and not wire else "cpu"
     by_name = dict(programs)
     measured: dict[str, PassSeconds] = {}
     for p in predicted.predictions:
@@ -152,13 +169,16 @@ def measure(
             ranks = classes(program)
             shards = sorted({rank % program.mesh.get("tp", 1) for rank in ranks})
             made = variant(program, p.recipe, scratch / "rank", shards)
-            asked = replace(spec([made], job, where, cluster, cores(1, where)), silent=True)
+            asked = replace(spec([made], job, where, cluster, cores(1, where), wire), silent=True)
             measured[p.recipe] = slowest([emulated(asked, rank)[p.recipe] for rank in ranks])
-    return with_measured(predicted, measured, where)
+    return with_measured(predicted, measured, where, wire)
 
 
-def with_measured(predicted: RecipeComparison, measured: Mapping[str, PassSeconds], where: str) -> RecipeComparison:
+def with_measured(
+    predicted: RecipeComparison, measured: Mapping[str, PassSeconds], where: str, wire: bool = False
+) -> RecipeComparison:
     """The comparison with these seconds of each recipe's passes, the silent ones among them."""
+    gives = "sets the pace of messages over TCP" if wire else "gives delays only"
     found: list[Prediction] = []
     for p in predicted.predictions:
         passes = measured[p.recipe]
@@ -168,7 +188,7 @@ def with_measured(predicted: RecipeComparison, measured: Mapping[str, PassSecond
         decode = _phase(p.decode, passes.decode, passes.silent_decode)
         tokens = p.batch * p.generate / generation_seconds(prefill, decode, p.generate)
         note = (
-            f"Passes are those of one real rank on this machine's {where}; {p.fabric} gives delays only. Computing is "
+            f"Passes are those of one real rank on this machine's {where}; {p.fabric} {gives}. Computing is "
             "a pass whose collectives take no time; the rest is waiting."
         )
         found.append(

@@ -28,8 +28,8 @@ from rewriter.api import convert
 from rewriter.cli.generate import read_prompts
 from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import open_output, source_config
-from rewriter.fabric.shipped_fabrics import LIBRARY as FABRICS
-from rewriter.fabric.shipped_fabrics import load_fabric
+from rewriter.fabric import load_fabric
+from rewriter.fabric.schema import LIBRARY as FABRICS
 from rewriter.recipes import catalogue
 from rewriter.recipes.apply import load_recipe
 from rewriter.tracing.meta_model import build_skeleton, load_config

@@ -49,7 +49,7 @@ GIVEN = ("m", "out")  # what no command may change
 BATCH = 6
 SLOW = 120.0  # seconds of a command, on a machine that does other things too
 MEMORY = 24 << 30  # bytes of addresses: a command that asks for more is told so, and the machine stays as it is
-LEFT_OUT = {"--help", "--measure", "--validate", "--trust-remote-code"}
+LEFT_OUT = {"--help", "--measure", "--wire", "--validate", "--trust-remote-code"}
 
 
 def options_of(name: str) -> list[click.Parameter]:

@@ -7,8 +7,8 @@ every rank steps 1 / (nodes × local ranks) of fp32 master weights (ZeRO-1 acros
 replica, quantized: 0.25 M of gradients and 0.25 M of weights at 4 bits, once per step however many micro-batches it
 has, with an error far below that of 8-bit weights, since differences are small (SDP4Bit, arXiv 2410.15526).
 
-Differences are scaled by block. The other code that research/quantization.md measured, differences of bf16 codes in
-units of the last place, is nearly exact at small learning rates, but falls behind on weights near zero at 1e-4 and
+Differences are scaled by block. Another code that was measured, differences of bf16 codes in units of the last place,
+is nearly exact at small learning rates, but falls behind on weights near zero at 1e-4 and
 above; scaled blocks follow at any rate and with any dtype of the replica.
 """
 

@@ -1,16 +1,26 @@
-"""Durations measured at some sizes, and those of the sizes between."""
+"""Tables of measured collectives: curves of durations by size, those that ship, and how one is chosen."""
 
 from __future__ import annotations
 
+import csv
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
+from pathlib import Path
+from typing import cast
 
 from rewriter.common.errors import RewriterError
+from rewriter.fabric.calls import Kind
+
+CSV = Path(__file__).parent / "data" / "collective-latency.csv"
+SOURCE = "NVIDIA AIConfigurator, commit 095f58a51 (Apache-2.0)"
+
+_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -36,25 +46,13 @@ class Curve:
     pass through every point and never leave the range of its neighbours, so that a step of the library from one
     protocol to another makes no waves. Below the smallest size: constant. Above the largest: at the
     bandwidth between the last two sizes.
-
-    Raises RewriterError without points, or with a size or duration that is not positive.
     """
 
     points: tuple[Point, ...]
 
-    def __post_init__(self) -> None:
-        if not self.points:
-            raise RewriterError("a curve without measurements: give at least one size.")
-        for point in self.points:
-            others = (point.cpu_seconds, point.busy_seconds)
-            if point.nbytes <= 0 or not (0 < point.seconds < math.inf) or not all(0 <= s < math.inf for s in others):
-                raise RewriterError(f"{point}: sizes and durations must be positive and finite.")
-        if any(a.nbytes >= b.nbytes for a, b in pairwise(self.points)):
-            raise RewriterError("a curve's sizes must rise, each once.")
-
     @classmethod
     def of(cls, measured: Iterable[Point]) -> Curve:
-        """Of measurements in any order. Of a size that was measured more than once, the median."""
+        """The curve of measurements in any order; the median of a size that was measured more than once."""
         sizes: dict[int, list[Point]] = {}
         for point in measured:
             sizes.setdefault(point.nbytes, []).append(point)
@@ -82,7 +80,7 @@ class Curve:
         return self._linear(nbytes, [point.cpu_seconds for point in self.points])
 
     def hindrance(self, nbytes: float) -> float:
-        """How many seconds longer `nbytes` take beside computation."""
+        """Seconds by which `nbytes` take longer while the rank computes."""
         return self._linear(nbytes, [point.hindrance for point in self.points])
 
     def _linear(self, nbytes: float, values: Sequence[float]) -> float:
@@ -97,7 +95,7 @@ class Curve:
         return values[index - 1] + (nbytes - low) / (high - low) * (values[index] - values[index - 1])
 
     def errors(self) -> tuple[float, ...]:
-        """Of each size between the first and the last: |predicted / measured - 1|, predicted by all the others."""
+        """Error of each size between the first and the last: |predicted / measured - 1|, predicted by all others."""
         inner = range(1, len(self.points) - 1)
         without = (Curve(self.points[:i] + self.points[i + 1 :]).seconds(self.points[i].nbytes) for i in inner)
         return tuple(abs(found / self.points[i].seconds - 1) for i, found in zip(inner, without, strict=True))
@@ -134,3 +132,80 @@ def _monotone_cubic(x: Sequence[float], y: Sequence[float]) -> Callable[[float],
         )
 
     return value
+
+
+@dataclass(frozen=True)
+class TableKey:
+    """Conditions in which a table was measured.
+
+    `dtype`: as written where it was measured. `graphed`: replayed from a CUDA graph. Tables of nccl-tests, which
+    launches back to back, hold no host time and serve both.
+    """
+
+    system: str
+    library: str
+    version: str
+    implementation: str
+    graphed: bool
+    dtype: str
+
+    def __str__(self) -> str:
+        how = "" if self.library == "nccl" else ", graphed" if self.graphed else ", eager"
+        return f"{self.system} {self.library} {self.version} ({self.implementation}, {self.dtype}{how})"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Curves by collective and number of ranks. `source` says who measured them."""
+
+    key: TableKey
+    curves: Mapping[tuple[Kind, int], Curve]
+    source: str = SOURCE
+
+    @property
+    def library(self) -> str:
+        return self.key.library
+
+    @property
+    def errors(self) -> dict[tuple[Kind, int], tuple[float, ...]]:
+        """The leave-one-out errors of each curve (see `Curve.errors`)."""
+        return {what: curve.errors() for what, curve in self.curves.items()}
+
+
+@cache
+def shipped() -> Mapping[TableKey, Table]:
+    """The tables of the package, from data/collective-latency.csv."""
+    points: dict[TableKey, dict[tuple[Kind, int], list[Point]]] = defaultdict(lambda: defaultdict(list))
+    with CSV.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            kernel = row["kernel"]
+            name = kernel.removesuffix("_graph").removesuffix("_eager")
+            graphed = not kernel.endswith("_eager")
+            key = TableKey(row["system"], row["library"], row["library_version"], name, graphed, row["dtype"])
+            kind = cast(Kind, row["op"].replace("alltoall", "all_to_all"))
+            point = Point(int(row["bytes"]), float(row["latency_us"]) * 1e-6)
+            points[key][kind, int(row["gpus"])].append(point)
+    return {
+        key: Table(key, {what: Curve.of(found) for what, found in sorted(curves.items())})
+        for key, curves in points.items()
+    }
+
+
+def find(system: str, library: str, *, version: str, graphed: bool = True) -> Table:
+    """The shipped table of a system and a version of a library; of 16-bit numbers.
+
+    Raises RewriterError where there is none, with those that there are.
+    """
+    known = [key for key in shipped() if key.system == system]
+    for key in known:
+        fits = (key.library, key.version) == (library, version) and _BYTES[key.dtype] == 2
+        if fits and (key.graphed == graphed or key.library == "nccl"):
+            return shipped()[key]
+    there = "; ".join(sorted({str(key) for key in known})) or "none"
+    how = "graphed" if graphed else "eager"
+    raise RewriterError(f"{library} {version} {how}: no table of {system} is shipped. There are: {there}.")
+
+
+def table_errors(tables: Sequence[Table]) -> tuple[float, ...]:
+    """The leave-one-out errors of all curves of `tables`."""
+    return tuple(error for table in tables for errors in table.errors.values() for error in errors)
