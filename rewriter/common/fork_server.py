@@ -107,7 +107,9 @@ def _run(words: list[str], variables: dict[str, str], log: str) -> None:
     os.environ.clear()
     os.environ.update(variables)
     if threads := os.environ.get("OMP_NUM_THREADS"):
-        sys.modules["torch"].set_num_threads(int(threads))
+        import torch
+
+        torch.set_num_threads(int(threads))
     how, target, *arguments = words
     sys.argv = [target, *arguments]
     if how == "-m":
