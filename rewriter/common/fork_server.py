@@ -92,8 +92,11 @@ def exit_code(process: BaseProcess) -> int | None:
 
 
 def _context() -> ForkServerContext:
+    from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
+
     context = ForkServerContext()
-    context.set_forkserver_preload(list(_PRELOADED))
+    if _forkserver._preload_modules == ["__main__"]:  # else the program has set its own, which stay
+        context.set_forkserver_preload(list(_PRELOADED))
     return context
 
 
