@@ -54,12 +54,12 @@ test-all: lint typecheck
 # Random and damaged inputs, programs, kills, disks and ranks, for so many hours; writes docs/RELIABILITY.md.
 HOURS ?= 1
 soak: $(READY)
-	@PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m soak --hours $(HOURS)
+	@PYTHONPATH=tools:tests:. OMP_NUM_THREADS=1 $(BIN)/python -m soak --hours $(HOURS)
 
 # The smoke tests with many versions of torch, transformers and Python; writes docs/reference/versions.md. Hours.
 ARGS ?=
 matrix: $(READY)
-	@PYTHONPATH=tests $(BIN)/python -m matrix $(ARGS)
+	@PYTHONPATH=tools $(BIN)/python -m matrix $(ARGS)
 
 # The documentation as a site, build/site/index.html; installs the extra `docs` first. A dead link or anchor is an error:
 # `--strict` counts warnings, which `--quiet` would hide from it.

@@ -44,8 +44,7 @@ import torch
 from gpu_report import Rows, Scale, tables
 from gpu_sections import STACK_SECONDS, Section, compute, put, read, run
 
-from rewriter.common.fork_server import end_with_parent
-from rewriter.common.processes import CUDNN_ATTENTION_LAST
+from rewriter.common.processes import CUDNN_ATTENTION_LAST, end_with_parent
 
 FIRST = {  # together 400 s
     "environment": Section("gpu_environment:environment", 20),

@@ -45,7 +45,7 @@ def compiled_beforehand(scale: Scale, module: str, count: int) -> None:
 
 
 def main() -> None:
-    from rewriter.common.fork_server import end_with_parent
+    from rewriter.common.processes import end_with_parent
 
     end_with_parent()
     module, part, parts, dry = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "--cpu" in sys.argv

@@ -7,19 +7,15 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 
 from rewriter.cli import app, main
-from rewriter.doctor import checks, report
-from rewriter.doctor.checks import TRIED
-from rewriter.doctor.report import examine
+from rewriter.doctor import report
+from rewriter.doctor.report import TRIED, examine, supported
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,8 +34,7 @@ def test_here_everything_needed_is_there(capsys: pytest.CaptureFixture[str]) -> 
     data = json.loads(capsys.readouterr().out)
     assert data["ok"]
     names = {f["name"] for f in data["findings"]}
-    assert names >= {"python", "torch", "transformers", "CPU", "GPU", "backends", "loopback", "C++", "shared memory",
-                     "temporary files", "rate-limited links"} - {"GPU"}  # fmt: skip
+    assert names >= {"python", "torch", "transformers", "CPU", "backends", "C++", "temporary files"}
     assert data["commands"][0]["name"] == "MODEL --recipe"
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -62,10 +57,8 @@ def test_every_command_is_listed() -> None:
 def test_a_version_out_of_range_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str, version: str | None, state: str
 ) -> None:
-    right = checks.installed
-    monkeypatch.setattr(
-        checks, "installed", lambda name: version if name in (package, f"{package}-cpu") else right(name)
-    )
+    right = report._installed
+    monkeypatch.setattr(report, "_installed", lambda name: version if name == package else right(name))
     assert states()[package][0] == state
     assert main(["doctor"]) == (2 if state == "missing" else 0)
     if state == "missing":
@@ -76,10 +69,9 @@ def test_a_version_out_of_range_is_found(
 
 
 def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = checks.Finding("devices", "torch", "missing", "cannot be imported: libcudart.so.13", "Install torch again")
-    monkeypatch.setattr(checks, "torch_module", lambda: (None, broken))
+    monkeypatch.setitem(sys.modules, "torch", None)
     assert not examine().ok
-    assert works("inspect") == ("no", "torch")
+    assert works("inspect") == ("no", "import torch")
 
 
 def test_without_a_compiler_compile_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,43 +90,23 @@ def test_packages_that_commands_need(monkeypatch: pytest.MonkeyPatch) -> None:
     assert works("verify") == ("yes", "")
 
 
-def test_no_loopback_no_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(checks.socket, "create_server", refuse)
-    monkeypatch.setattr(checks.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
-    found = states()
-    assert found["loopback"] == ("missing", "no connection: Operation not permitted")
-    assert found["temporary files"][0] == "missing"
+def test_no_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
+    assert states()["temporary files"] == ("missing", f"{tmp_path / 'gone'}: No such file or directory")
     assert main(["doctor", "--json"]) == 2
 
 
-def torch_with(monkeypatch: pytest.MonkeyPatch, gpus: int, reach: Callable[[int, int], bool]) -> None:
-    """torch as if it were built for CUDA, on a machine with so many GPUs."""
-    import torch
-
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_gpus_are_listed_and_a_driver_that_gives_none_is_told(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     about = SimpleNamespace(name="H100", total_memory=80 << 30, major=9, minor=0)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
-
-
-def test_gpus_are_listed_and_links_that_are_missing_between_them_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_with(monkeypatch, 4, lambda a, b: a // 2 == b // 2)
-    found = states()
-    assert found["GPU 3"] == ("ok", "H100, 85.90 GB, capability 9.0")
-    assert found["GPU to GPU"] == ("note", "4 of 12 pairs reach each other's memory")
-    torch_with(monkeypatch, 4, lambda a, b: True)
-    assert states()["GPU to GPU"] == ("ok", "12 of 12 pairs reach each other's memory")
-
-
-def test_a_driver_that_gives_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_with(monkeypatch, 0, lambda a, b: True)
-    state, about = states()["GPU"]
-    assert (state, about.partition(";")[0]) == ("note", "none (torch is built for 13.0, and finds none)")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: about)
+    state, value = states()["GPU 3" if gpus else "GPU"]
+    assert state == ("ok" if gpus else "note")
+    said = "H100, 85.90 GB, capability 9.0" if gpus else "none (torch is built for 13.0, and finds none)"
+    assert value.startswith(said)
 
 
 def test_without_gloo_ranks_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,17 +116,8 @@ def test_without_gloo_ranks_do_not_start(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_little_shared_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr(report.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
     assert states()["shared memory"] == ("note", "67.11 MB free in /dev/shm")
-
-
-def test_no_rights_for_namespaces_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/sbin/{name}")
-    monkeypatch.setattr(checks, "_runs", lambda command: False)
-    assert states()["rate-limited links"] == (
-        "note", "no network namespace can be made: only benchmarks of links need it"
-    )  # fmt: skip
-    assert examine().ok
 
 
 def test_it_is_quick_beside_the_import_of_torch() -> None:
@@ -169,7 +132,7 @@ def test_it_is_quick_beside_the_import_of_torch() -> None:
 
 def test_what_was_tried_is_supported_and_tested() -> None:
     for package in ("torch", "transformers", "triton"):
-        assert all(checks.supported(package).contains(f"{version}.0") for version in TRIED[package])
+        assert all(supported(package).contains(f"{version}.0") for version in TRIED[package])
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     for package in ("torch", "transformers", "triton"):
         assert ".".join(pinned[package].split(".")[:2]) in TRIED[package]
@@ -186,7 +149,7 @@ def test_the_readmes_badges_are_what_is_supported() -> None:
         major, minor = newest.split(".")
         wanted = [(f"{oldest}.0", True), (f"{newest}.9", True), (f"{major}.{int(minor) + 1}.0", False)]
         wanted.append((f"{major}.{int(oldest.split('.')[1]) - 1}.9", False))
-        assert [checks.supported(package).contains(version) for version, _ in wanted] == [is_in for _, is_in in wanted]
+        assert [supported(package).contains(version) for version, _ in wanted] == [is_in for _, is_in in wanted]
     assert f"![vLLM {TRIED['vllm'][-1]}, on CPUs]" in text
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == ">=3.11"
@@ -208,8 +171,4 @@ def test_the_report_holds_no_private_names(monkeypatch: pytest.MonkeyPatch, caps
     assert main(["doctor", "--json"]) == 0
     out = capsys.readouterr().out
     assert not re.search(r"/home/|/root/|hf_[A-Za-z0-9]{8}", out)
-    assert report.examine().ok
-
-
-def test_requirements_can_be_read() -> None:
-    assert Requirement(f"torch{checks.supported('torch')}").name == "torch"
+    assert examine().ok

@@ -23,8 +23,7 @@ from rewriter.recipes import Recipe
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-for folder in ("docs/generate", "benchmarks"):
-    sys.path.insert(0, str(ROOT / folder))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 def python_blocks(page: str) -> list[str]:
@@ -179,9 +178,9 @@ def test_the_terminal_shows_what_the_commands_print() -> None:
     assert all(line.split(" --")[0].replace(" ", "&#160;") in kept for line in terminal.COMMANDS)
     words, numbers = without_decimals(terminal.picture(terminal.session()))
     kept_words, kept_numbers = without_decimals(kept)
-    assert words == kept_words, "python docs/generate/terminal.py"
+    assert words == kept_words, "python tools/docs/terminal.py"
     # Rounding errors of another processor are others, and no more than small.
-    assert numbers == pytest.approx(kept_numbers, rel=0.02, abs=1e-5), "python docs/generate/terminal.py"
+    assert numbers == pytest.approx(kept_numbers, rel=0.02, abs=1e-5), "python tools/docs/terminal.py"
 
 
 def without_decimals(picture: str) -> tuple[str, list[float]]:
@@ -213,7 +212,7 @@ def test_the_drawings_are_those_of_the_programs() -> None:
 
     made = drawings.drawings()
     kept = {name: (drawings.FIGURES / name).read_text(encoding="utf-8") for name in made}
-    assert made == kept, "python docs/generate/drawings.py"
+    assert made == kept, "python tools/docs/drawings.py"
 
 
 def test_links_out_of_the_documentation_become_pages() -> None:

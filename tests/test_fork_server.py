@@ -1,16 +1,16 @@
-"""The fork server: what it forks runs, is reported and ends like any other process, in an environment of its own."""
+"""The fork server: what it forks runs and is reported like any other process, in its own environment."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
+from test_job_ends import is_gone, until
 
 from rewriter.common import fork_server
 from rewriter.common.processes import Processes, environment
@@ -18,19 +18,17 @@ from rewriter.common.processes import Processes, environment
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server on this system")
 
 
-def _run(tmp_path: Path, source: str, timeout: float = 300.0, **own: str) -> tuple[int, str]:
+def _run(tmp_path: Path, source: str, **own: str) -> tuple[int | None, str]:
     """The status and the output of a script."""
     child = _start(tmp_path, source, **own)
-    return child.wait(timeout), (tmp_path / "log").read_text()
+    child.join(300)
+    return child.exitcode, (tmp_path / "log").read_text()
 
 
-def _start(tmp_path: Path, source: str, *arguments: str, **own: str) -> fork_server.Forked:
+def _start(tmp_path: Path, source: str, *arguments: str, **own: str) -> BaseProcess:
     script = tmp_path / "script.py"
     script.write_text(source)
-    with open(tmp_path / "log", "wb") as log:
-        child = fork_server.fork(["-P", str(script), *arguments], lambda _: environment(1, **own), log)
-    assert child is not None
-    return child
+    return fork_server.fork(["-P", str(script), *arguments], environment(1, **own), tmp_path / "log")
 
 
 def test_a_script_has_its_arguments_environment_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +41,8 @@ def test_a_script_has_its_arguments_environment_and_directory(tmp_path: Path, mo
     )
     torch.ones(300, 300) @ torch.ones(300, 300)  # threads of this process
     child = _start(tmp_path, source, "a", OWN="b")
-    assert child.wait(300) == 0
+    child.join(300)
+    assert child.exitcode == 0
     assert (tmp_path / "log").read_text().splitlines() == ["__main__ ['a'] None b 1", f"{tmp_path} True"]
 
 
@@ -63,26 +62,19 @@ def test_the_status_is_python_s(tmp_path: Path, source: str, status: int, said: 
 
 
 def test_torch_is_there_already_and_rewriter_s_operators_are_not(tmp_path: Path) -> None:
-    source = (
+    """In a client that has no other fork server, as this one may."""
+    (tmp_path / "script.py").write_text(
         "import sys\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules, 'rewriter.ops' in sys.modules)\n"
         "import torch\n"
         "print(hasattr(torch.ops.rewriter, 'attention'))\n"
     )
-    assert _run(tmp_path, source)[1].split() == ["True", "True", "False", "False"]
-
-
-def test_a_process_ends_when_it_is_told_to_and_with_the_server(tmp_path: Path) -> None:
-    source = "import time; print('begun', flush=True); time.sleep(600)"
-    child = _start(tmp_path, source)
-    assert child.poll() is None
-    child.terminate()
-    assert child.wait(300) == -signal.SIGTERM
-
-    other = _start(tmp_path, source)
-    os.kill(other.parent, signal.SIGKILL)
-    assert other.wait(300) == -signal.SIGKILL
-    assert _run(tmp_path, "print('again')")[1] == "again\n"  # from a new server
+    code = (
+        "import os\nfrom pathlib import Path\nfrom rewriter.common import fork_server\n"
+        "fork_server.fork(['-P', 'script.py'], os.environ, Path('log')).join()"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), cwd=tmp_path, check=True)
+    assert (tmp_path / "log").read_text().split() == ["True", "True", "False", "False"]
 
 
 def test_a_failure_is_reported_to_the_job(tmp_path: Path) -> None:
@@ -99,18 +91,17 @@ def test_a_failure_is_reported_to_the_job(tmp_path: Path) -> None:
     assert (failure.message, failure.code) == ("a tensor is missing", 2)
 
 
-@pytest.mark.parametrize("early", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_the_server_ends_with_the_process_that_started_it(early: bool) -> None:
-    source = (
-        "import os, signal\nfrom rewriter.common import fork_server\n"
-        f"{'fork_server.start_early()' * early}\n"
-        "with open(os.devnull, 'wb') as log:\n"
-        "    print(fork_server.fork(['-m', 'this'], lambda _: os.environ, log).parent, flush=True)\n"
+def test_a_forked_process_ends_with_a_client_that_is_killed(tmp_path: Path) -> None:
+    """The client is a script without `if __name__ == "__main__"`, which multiprocessing would run in the fork again."""
+    (tmp_path / "script.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "client.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom rewriter.common import fork_server\n"
+        "fork_server.start_early()\n"
+        "print(fork_server.fork(['-P', 'script.py'], os.environ, Path('log')).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment())
-    server, limit = int(done.stdout), time.monotonic() + 120
-    while Path(f"/proc/{server}").exists() and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert done.returncode == -signal.SIGKILL
-    assert not Path(f"/proc/{server}").exists()
+    words = [sys.executable, "client.py"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (child,) = map(int, done.stdout.split())
+    assert until(lambda: is_gone(child))

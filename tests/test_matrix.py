@@ -12,7 +12,7 @@ from matrix.cells import Cell
 from packaging.requirements import Requirement
 from subprocesses import ROOT
 
-from rewriter.doctor import checks
+from rewriter.doctor.report import TRIED
 
 GREEN = {"outcome": "green", "date": "2026-11-25", "commit": "abc", "seconds": 60.0, "tests": 57, "versions": {}}
 RED = {**GREEN, "outcome": "red", "why": "FAILED tests/a.py::b | c"}
@@ -31,7 +31,7 @@ def test_every_cell_has_passed_and_declared_ranges_end_where_the_matrix_does() -
     assert not red
     for package, versions in (("torch", table.TORCHES), ("transformers", table.TRANSFORMERS)):
         assert all(ranges[package].contains(f"{version}.0") for version in versions)
-        assert checks.TRIED[package] == versions
+        assert TRIED[package] == versions
         major, first, last = *versions[0].split("."), versions[-1].split(".")[1]
         assert not ranges[package].contains(f"{major}.{int(first) - 1}.9")
         assert not ranges[package].contains(f"{major}.{int(last) + 1}.0")

@@ -207,7 +207,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     settings = shim.variables(root)
     if settings is None:
         pytest.skip("no C compiler, or no LD_PRELOAD")
-    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    settings["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in ("tools", "tests", "."))
     ran = subprocess.run(
         [sys.executable, "-c", STRUCK, str(root)],
         env=settings,
@@ -242,7 +242,6 @@ def test_a_failing_disk_that_ends_in_a_traceback_is_found(struck: dict[str, Any]
 STAND_IN = """
 import os, subprocess, sys, tempfile, time
 from rewriter.common import processes
-processes.STOPPED_SECONDS = {stopped}
 {first}
 try:
     with processes.leaving_on_signals(), processes.Processes() as job:
@@ -273,7 +272,7 @@ def struck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         monkeypatch.setattr(ranks, "GONE", 3.0 if ORPHAN in first or FOLDER in last else 300.0)
         goes_on = fault in ("paused", "slowed")  # to its end
         program = RANK.replace("600", "4") if goes_on else RANK
-        lines = {"rank": program, "stopped": 1.0 if fault == "stopped" else 300.0, "first": first, "last": last}
+        lines = {"rank": program, "first": first, "last": last}
         command = (sys.executable, "-c", STAND_IN.format(**lines))
         monkeypatch.setattr(ranks, "COMMAND", command)
         return run_case(ranks.KIND, 3 * ranks.FAULTS.index(fault), tmp_path / "place")
@@ -392,7 +391,7 @@ def test_a_failure_that_passes_when_repeated_is_noted(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_the_command_runs_every_kind(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "soak", "--cases", "1", "--state", str(tmp_path)]
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tools", "tests", "."))}
     ran = subprocess.run(words, cwd=ROOT, env=settings, capture_output=True, text=True, check=False, timeout=600)
     assert ran.returncode == 0, ran.stdout
     assert all(f"{name}:" in ran.stdout for name in ("inputs", "programs", "kills", "disks", "ranks"))

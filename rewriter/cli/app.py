@@ -33,8 +33,7 @@ from rewriter.cli import (
     verify,
 )
 from rewriter.common.errors import RewriterError, shortened
-from rewriter.common.fork_server import end_with_parent
-from rewriter.common.processes import end_if_orphaned, is_child, leaving_on_signals, report
+from rewriter.common.processes import end_with_job, leaving_on_signals, report
 from rewriter.common.suggestions import nearest
 from rewriter.common.version import VERSION
 
@@ -111,12 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # transformers' advice is about its own API; what concerns this command is in its own messages
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if is_child():
-        end_with_parent()
-    end_if_orphaned()
+    is_rank = end_with_job()
     try:
         _refuse_other_bytes(words)
-        with nullcontext() if is_child() else leaving_on_signals():  # a rank ends at once
+        with nullcontext() if is_rank else leaving_on_signals():  # a rank ends at once
             return _dispatch(words)
     except RewriterError as error:
         return _fail(str(error), error.exit_code)

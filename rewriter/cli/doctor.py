@@ -8,7 +8,7 @@ from rewriter.cli import options
 
 
 def doctor(json: options.Json = False) -> None:
-    """Show versions, devices, links, compilers and rights, and which commands work here.
+    """Show versions, devices and compilers, and which commands work here.
 
     Exit code 2 where something is missing that every command needs. Paste its output into a bug report.
     """

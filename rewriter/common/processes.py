@@ -1,19 +1,14 @@
 """Processes of one job on this machine: their environment, start and end, and why one failed. Imports no torch.
 
-    with Processes() as job:                                    # none outlives the block
-        variables = placed(2)
-        for rank in range(2):
-            job.start(f"rank {rank}", command, variables(rank))
-        failure = job.wait(timeout=60)                          # None: all ended well
-
 A process that runs within `reported()` hands the reason of its failure back as JSON.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
-import random
 import re
 import signal
 import socket
@@ -23,20 +18,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from rewriter.common import fork_server
 from rewriter.common.errors import RewriterError
-from rewriter.common.fork_server import end_with_parent
 from rewriter.common.scratch import scratch_folder
 from rewriter.common.version import PACKAGE_PARENT
 
-GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
-_RANK_GRACE_SECONDS = 5.0  # the same for ranks of `run_ranks`, which have nothing to save
+GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 EMULATED = "REWRITER_EMULATE"  # what is emulated, see rewriter.emulation.config
 _REPORT = "REWRITER_REPORT"  # PARENT:NAME:FILE, where a process writes why it failed
 # cuDNN's attention, which torch prefers on capabilities 9 and 10, plans for every new length of a prompt or a cache,
@@ -44,8 +38,6 @@ _REPORT = "REWRITER_REPORT"  # PARENT:NAME:FILE, where a process writes why it f
 CUDNN_ATTENTION_LAST = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 _PLACE = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _POLL_SECONDS = 0.02
-STOPPED_SECONDS = 60.0  # after which a process that stands still by a signal counts as failed
-_LOOK_SECONDS = 1.0  # between two looks at who stands still
 
 
 def environment(ranks: int | None = None, /, **own: str) -> dict[str, str]:
@@ -54,15 +46,15 @@ def environment(ranks: int | None = None, /, **own: str) -> dict[str, str]:
     `rewriter` can be imported there, and gloo takes the loopback interface, so that no host name has to resolve. With
     `ranks`, these share the CPU's threads. `own` are set as they are, and what the user has set stays.
     """
-    found = {k: v for k, v in os.environ.items() if not _PLACE.fullmatch(k) and k not in (EMULATED, _REPORT)}
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
+    variables = {k: v for k, v in os.environ.items() if not _PLACE.fullmatch(k) and k not in (EMULATED, _REPORT)}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
-        found.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    found.setdefault(*CUDNN_ATTENTION_LAST)
+        variables.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    variables.setdefault(*CUDNN_ATTENTION_LAST)
     if ranks is not None:
-        found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    return found | own
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    return variables | own
 
 
 def place(rank: int, world: int, port: int, local: int | None = None, locals: int | None = None) -> dict[str, str]:
@@ -88,21 +80,10 @@ def local_rank() -> int:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on.
-
-    It lies below those that the system gives to connections, so that none takes it before a rank listens there.
-    """
-    try:
-        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        first_given = 0  # no Linux
-    below = range(10_000, first_given)
-    tried = random.SystemRandom().sample(below, min(64, len(below)))
-    for port in (*tried, 0):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return int(probe.getsockname()[1])
-    raise RewriterError("no TCP port of 127.0.0.1 is free. End other jobs, and try again")
+    """A TCP port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -121,8 +102,6 @@ class Failure:
         code = self.code or 0
         if code >= 0:
             return f"ended with exit code {code}"
-        if -code == signal.SIGSTOP:
-            return f"was stopped by a signal for {STOPPED_SECONDS:g} s, while the others waited for it"
         memory = ", as the system does where memory runs out" if -code == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name} (signal {-code}){memory}"
 
@@ -136,33 +115,28 @@ class Processes:
     """Processes that end together: leaving the block stops what still runs, SIGTERM first, SIGKILL after `grace` s.
 
     In the main thread, a SIGTERM or SIGHUP leaves the block with SystemExit(128 + signal). `scratch` is a directory
-    that lasts as long as the block, or as this process if that is killed. `logged`: outputs go to files in it;
-    otherwise to this process's own.
+    that lasts as long as the block. `logged`: outputs go to files in it; otherwise to this process's own.
     """
 
     def __init__(self, *, logged: bool = True, grace: float = GRACE_SECONDS) -> None:
         self._logged, self._grace = logged, grace
-        self._processes: dict[str, subprocess.Popen[bytes] | fork_server.Forked] = {}
-        self._handlers: dict[int, Any] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | BaseProcess] = {}
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._folder = scratch_folder("job")
-        self.scratch = self._folder.__enter__()
-        self._handlers = _leave_on_signals()
+        self._stack.enter_context(leaving_on_signals())
+        self.scratch = self._stack.enter_context(scratch_folder("job"))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in self._handlers:
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not leave processes behind
-        try:
+        # a second Ctrl-C leaves no process behind
+        with _handling(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)):
             self._stop()
-            self._folder.__exit__(None, None, None)
-        finally:
-            _restore(self._handlers)
+            self._stack.close()
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], **options: Any) -> Any:
         """Start `command` with these variables as its environment; `options` are further ones of Popen."""
-        options = {"env": {**variables, _REPORT: self._report(name, os.getpid())}, **options}
+        options = {"env": {**variables, _REPORT: self._report(name)}, **options}
         if not self._logged:
             process = subprocess.Popen(command, **options)
         else:
@@ -174,36 +148,32 @@ class Processes:
 
     def fork(self, name: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start `python WORDS…` ("-m MODULE …" or "-P SCRIPT …") from the fork server, where there is one."""
-        with self._log(name).open("wb") as log:
-            child = fork_server.fork(words, lambda parent: {**variables, _REPORT: self._report(name, parent)}, log)
-        if child is None:
-            self.start(name, [sys.executable, *words], variables)
+        if fork_server.available():
+            report = {_REPORT: self._report(name)}
+            self._processes[name] = fork_server.fork(words, {**variables, **report}, self._log(name))
         else:
-            self._processes[name] = child
+            self.start(name, [sys.executable, *words], variables)
 
-    def _report(self, name: str, parent: int) -> str:
-        return f"{parent}:{name}:{self.scratch / name}.failed"
+    def _report(self, name: str) -> str:
+        return f"{os.getpid()}:{name}:{self.scratch / name}.failed"
 
     def wait(
         self, timeout: float | None = None, but: Sequence[str] = (), tick: Callable[[], None] = lambda: None
     ) -> Failure | None:
         """Until all processes have ended well (None), the first has failed, or `timeout` seconds are over.
 
-        Those named `but` serve the others: nobody waits for their end, and for one to end is a failure. One that a
-        signal stops for `STOPPED_SECONDS` has failed, with code -SIGSTOP. `tick` is called again and again meanwhile.
+        Those named `but` serve the others: nobody waits for their end, and for one to end is a failure. `tick` is
+        called every 0.02 s meanwhile.
         """
         limit = float("inf") if timeout is None else time.monotonic() + timeout
-        watch = _Watch()
         while True:
-            codes = {name: process.poll() for name, process in self._processes.items()}
+            codes = {name: _exit_code(process) for name, process in self._processes.items()}
             for name, code in codes.items():
                 if code or (code == 0 and name in but):
                     return self.failure(name, code)
             running = [name for name, code in codes.items() if code is None and name not in but]
             if not running:
                 return None
-            if (stopped := watch.stopped({name: self._processes[name].pid for name in running})) is not None:
-                return self.failure(stopped, -signal.SIGSTOP)
             if time.monotonic() > limit:
                 return self.failure(running[0], None)
             tick()
@@ -215,14 +185,14 @@ class Processes:
         Who is killed reports nothing, and what the others report is that it is gone. An abort may follow from that too.
         """
         reports = [json.loads(path.read_text(encoding="utf-8")) for path in self.scratch.glob("*.failed")]
-        codes = {other: process.poll() or 0 for other, process in self._processes.items()}
-        killed = [other for other, found in codes.items() if found < 0 and found != -signal.SIGABRT]
+        codes = {other: _exit_code(process) or 0 for other, process in self._processes.items()}
+        killed = [other for other, status in codes.items() if status < 0 and status != -signal.SIGABRT]
         if killed and code is not None:
             name, code = killed[0], codes[killed[0]]
         elif reports and code is not None:
             first = min(reports, key=lambda report: report["time"])
-            ended = self._processes[first["name"]].poll()
-            return Failure(first["name"], ended or code, first["line"], first["message"], first["details"])
+            name = first["name"]
+            return Failure(name, codes[name] or code, first["line"], first["message"], first["details"])
         output = self._log(name).read_text(encoding="utf-8", errors="replace") if self._logged else ""
         lines = [line for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
@@ -233,44 +203,22 @@ class Processes:
         return self.scratch / f"{name}.log"
 
     def _stop(self) -> None:
-        running = [process for process in self._processes.values() if process.poll() is None]
-        for process in running:
+        for process in self._running():
             process.terminate()
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)  # one that stands still hears nothing
         limit = time.monotonic() + self._grace
-        for process in running:
-            try:
-                process.wait(max(0.0, limit - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        while self._running() and time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+        for process in self._running():
+            process.kill()
+        while self._running():
+            time.sleep(_POLL_SECONDS)
+
+    def _running(self) -> list[subprocess.Popen[bytes] | BaseProcess]:
+        return [process for process in self._processes.values() if _exit_code(process) is None]
 
 
-class _Watch:
-    """Who of some processes has stood still, by a signal, for `STOPPED_SECONDS`: the others wait for it. One that ran
-    between two looks did not: it may be slowed by stops, as cpulimit slows. The time in which the watcher itself did
-    not look does not count: a job may be stopped as a whole, and go on."""
-
-    def __init__(self) -> None:
-        self._still: dict[str, float] = {}  # seconds
-        self._runs: dict[str, int | None] = {}
-        self._looked = time.monotonic()
-
-    def stopped(self, running: Mapping[str, int]) -> str | None:
-        """The name of one of the `running` processes, whose ids are given."""
-        now = time.monotonic()
-        passed = now - self._looked
-        if passed < _LOOK_SECONDS:
-            return None
-        self._looked = now
-        for name, pid in running.items():
-            before, self._runs[name] = self._runs.get(name), _runs_of_stopped(pid)
-            stands = before is not None and before == self._runs[name]
-            self._still[name] = self._still.get(name, 0.0) + min(passed, 2 * _LOOK_SECONDS) if stands else 0.0
-            if self._still[name] >= STOPPED_SECONDS:
-                return name
-        return None
+def _exit_code(process: subprocess.Popen[bytes] | BaseProcess) -> int | None:
+    return process.poll() if isinstance(process, subprocess.Popen) else fork_server.exit_code(process)
 
 
 def run_ranks(
@@ -291,7 +239,7 @@ def run_ranks(
     again and again meanwhile. Raises RewriterError with the reason of the rank that failed first: the message of its
     RewriterError, else its traceback; and after `timeout` seconds. `about` begins what is said of the latter two.
     """
-    with Processes(grace=_RANK_GRACE_SECONDS) as job:
+    with Processes() as job:
         file, results = job.scratch / "spec.json", [job.scratch / f"result-{rank}.json" for rank in ranks]
         write_json(file, {**spec, "store": str(job.scratch / "store"), "scratch": str(job.scratch)})
         for rank, result in zip(ranks, results, strict=True):
@@ -309,6 +257,8 @@ def run_ranks(
 
 
 # --- in the processes ---
+
+_report_file: tuple[str, str] | None = None  # this process's name and file in the `Processes` that started it
 
 
 def rank_main(work: Callable[[dict[str, Any], int], Any]) -> None:
@@ -334,69 +284,44 @@ def reported() -> Iterator[None]:
         os._exit(error.exit_code if isinstance(error, RewriterError) else 1)
 
 
-def end_with_job() -> None:
-    """End when the process that started this one does, even if it is killed; at once where its job is over already."""
+def end_with_job() -> bool:
+    """Whether a `Processes` started this process. If so, it ends when that does, or at once where that is gone already.
+
+    Takes the job's variable out of the environment, since processes that this one starts are not of the job.
+    """
+    global _report_file
+    if (variable := os.environ.pop(_REPORT, None)) is None:
+        return _report_file is not None
+    parent, name, file = variable.split(":", 2)
+    _report_file = name, file
     end_with_parent()
-    end_if_orphaned()
-
-
-def end_if_orphaned() -> None:
-    """End at once where the `Processes` that this process belongs to was killed before that could be asked for."""
-    parent = _reports_to()[0]
-    if parent and not is_child() and _is_gone(parent):
+    if multiprocessing.parent_process() is None and os.getppid() != int(parent):
         os._exit(1)
+    return True
 
 
-def is_child() -> bool:
-    """Whether a `Processes` started this process."""
-    return _reports_to()[0] == os.getppid()
+def end_with_parent() -> None:
+    """End when the process that started this one does, even if it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    else:
+        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
 
 
-def _is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's now
-        return False
-    return state_of(pid) in ("Z", "X")  # ended, and nobody has asked for its status yet
-
-
-def _runs_of_stopped(pid: int) -> int | None:
-    """How often a process that a signal has stopped was on a processor until then (proc(5), context switches); None for
-    one that is not stopped, and where that cannot be known."""
-    if state_of(pid) != "T":
-        return None
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return sum(map(int, re.findall(r"ctxt_switches:\s*(\d+)", text)))
-
-
-def state_of(pid: int) -> str:
-    """The letter by which Linux names the state of a process (proc(5)): "T" where a signal stopped it; "" where that
-    cannot be known."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def report(line: str, message: str | None, details: str = "") -> bool:
     """Hand the reason of a failure to the parent, if that is a `Processes`; whether it is."""
-    if not is_child():
+    if _report_file is None:
         return False
-    _, name, file = _reports_to()
+    name, file = _report_file
     content = {"name": name, "time": time.time(), "line": line[:600], "message": message, "details": details}
     write_json(Path(file), content)
     return True
-
-
-def _reports_to() -> tuple[int, str, str]:
-    parent, name, file = (os.environ.get(_REPORT) or "0::").split(":", 2)
-    return int(parent), name, file
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -410,29 +335,22 @@ def write_json(path: Path, content: Any) -> None:
 def leaving_on_signals() -> Iterator[None]:
     """In the main thread, a SIGTERM or SIGHUP within it raises SystemExit(128 + signal), so that what blocks began is
     put in order, as after a Ctrl-C. A handler that the program has set stays."""
-    before = _leave_on_signals()
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    with _handling({number: _leave for number in numbers if signal.getsignal(number) is signal.SIG_DFL}):
+        yield
+
+
+@contextmanager
+def _handling(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """In the main thread, these signals have these handlers within it."""
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        _restore(before)
-
-
-def _leave_on_signals() -> dict[int, Any]:
-    """Lets signals leave; returns the handlers before that, none where this is not the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    before: dict[int, Any] = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    }
-    for number, handler in before.items():
-        if handler is signal.SIG_DFL and number != signal.SIGINT:
-            signal.signal(number, _leave)
-    return before
-
-
-def _restore(handlers: Mapping[int, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, _: FrameType | None) -> None:

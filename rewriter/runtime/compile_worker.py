@@ -193,7 +193,7 @@ def main() -> None:
     if "background" in sys.argv[2:]:
         give_way()
     else:
-        from rewriter.common.fork_server import end_with_parent
+        from rewriter.common.processes import end_with_parent
 
         end_with_parent()
     signal.alarm(LIMIT_SECONDS)

@@ -81,7 +81,7 @@ TEMPLATE = """# Versions
 
 Which versions of Python, torch and transformers `rewriter` was tried with, and when. `make matrix` installs the package
 with each set of versions, as pip resolves it that day, runs the smoke tests, and writes this page from
-`tests/matrix/results.json`. A set whose source was tried already is left out; `make matrix ARGS=--again` runs all.
+`tools/matrix/results.json`. A set whose source was tried already is left out; `make matrix ARGS=--again` runs all.
 
 {summary}
 

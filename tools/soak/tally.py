@@ -24,7 +24,7 @@ GOALS = (
     ("kills at a system call, then resumed or started over", 200, "kills", ("killed: ",), ""),
     ("two runs at one place", None, "kills", ("two at once: ",), ""),
     ("a full or failing disk in mid-write", None, "disks", ("",), ""),
-    ("a rank killed, stopped, paused or slowed", None, "ranks", ("killed: ", "stopped: ", "paused: ", "slowed: "), ""),
+    ("a rank killed, paused or slowed", None, "ranks", ("killed: ", "paused: ", "slowed: "), ""),
     ("a command killed or ended while its ranks run", None, "ranks", ("command ",), ""),
 )
 """What is counted, how many are the goal, the kind, how the names of its counts begin, and how they do not."""
@@ -32,10 +32,10 @@ GOALS = (
 TEMPLATE = """# Reliability
 
 What random and damaged inputs, programs, kills, disks and ranks have found in `rewriter`. `make soak HOURS=…` adds a
-run and writes this page from `tests/soak/tally.json`; an interrupted soak goes on where it was.
+run and writes this page from `tools/soak/tally.json`; an interrupted soak goes on where it was.
 
 {summary} A case is one random draw, which may try many inputs. It follows from its kind and number; to repeat one:
-`PYTHONPATH=tests:. .venv/bin/python -m soak --repeat KIND:NUMBER`.
+`PYTHONPATH=tools:tests:. .venv/bin/python -m soak --repeat KIND:NUMBER`.
 
 | what was tried | times | goal |
 |---|---:|---:|
@@ -59,9 +59,9 @@ run and writes this page from `tests/soak/tally.json`; an interrupted soak goes 
   What was killed is resumed, or started over, to the files of an undisturbed run; or the refusal says what to delete.
 - **Disks.** From a random system call on, the disk is full (ENOSPC) or fails (EIO), once or for good. The command says
   so in one error, leaves no half output, and afterwards comes to the files of an undisturbed run.
-- **Ranks.** Of `generate`, `adapt` and a conversion's verification, one rank is killed, stopped, paused for two seconds
-  or slowed, or the command itself gets SIGKILL or SIGTERM. It ends within {bound:.0f} s with one error where it fails,
-  and leaves no process and no temporary folder. A rank that stays stopped ends the command after 60 seconds.
+- **Ranks.** Of `generate`, `adapt` and a conversion's verification, one rank is killed, paused for two seconds or
+  slowed, or the command itself gets SIGKILL or SIGTERM. It ends within {bound:.0f} s with one error where it fails, and
+  leaves no process, and unless it was killed itself no temporary folder.
 
 ## By kind
 

@@ -1,7 +1,7 @@
 """The matrix's command. What it has found is written down after every cell, so that it goes on where it was stopped.
 
-PYTHONPATH=tests python -m matrix                                # what `make matrix` runs
-PYTHONPATH=tests python -m matrix --only torch2.15 --again       # these cells, though they are known
+PYTHONPATH=tools python -m matrix                                # what `make matrix` runs
+PYTHONPATH=tools python -m matrix --only torch2.15 --again       # these cells, though they are known
 
 It needs a package index, and 6 GB of disk for the environment of one torch, which is deleted when its cells are done.
 """

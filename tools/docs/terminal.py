@@ -1,6 +1,6 @@
 """The README's picture of a terminal, docs/figures/terminal.svg: what commands print on the model that ships.
 
-    python docs/generate/terminal.py
+    python tools/docs/terminal.py
 
 Nothing in it is drawn by hand: the commands run, and their colours become those of the picture.
 """

@@ -1,6 +1,6 @@
 """The drawings of the concept pages, docs/figures/stream-*.svg, attention-grid.svg and two-hop.svg.
 
-    python docs/generate/drawings.py
+    python tools/docs/drawings.py
 
 Residual streams are drawn from programs: a small Llama, traced and rewritten by the recipes that ship.
 """
@@ -16,7 +16,7 @@ from rewriter.common.svg import number, path, rectangle, text
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 
-FIGURES = Path(__file__).parents[1] / "figures"
+FIGURES = Path(__file__).parents[2] / "docs/figures"
 STREAMS = {
     "stream-standard": "tensor-parallel",
     "stream-ladder": "ladder",
