@@ -41,13 +41,7 @@ from rewriter.runtime.parallel import (
 )
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank
-from rewriter.runtime.quantized.autograd import (
-    quantized_all_gather,
-    quantized_all_reduce,
-    quantized_all_reduce_start,
-    quantized_all_to_all,
-    quantized_reduce_scatter,
-)
+from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
 from rewriter.runtime.sequence import gather_tokens, last_tokens, shard_tokens
 from rewriter.runtime.sequence_axis import SequenceAxis, Shards
 
@@ -93,11 +87,8 @@ __all__ = [
     "mark",
     "once",
     "own_shard",
-    "quantized_all_gather",
     "quantized_all_reduce",
     "quantized_all_reduce_start",
-    "quantized_all_to_all",
-    "quantized_reduce_scatter",
     "record_events",
     "repeat_shard",
     "sequence_mesh",

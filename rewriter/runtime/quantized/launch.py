@@ -137,26 +137,6 @@ def all_reduce_start(
     return Transfer([transfer], lambda: y_PN.view(-1)[: x.numel()].view(x.shape))
 
 
-def all_to_all_start(
-    x_PN: Tensor, topology: MeshOrGroup, formats: str | Format, *, name: str = "", wait: bool = False
-) -> Transfer:
-    """y_PN [P, N]: row r of x [P, N] (or flat) went to rank r, and row r of y came from it.
-
-    Quantized once, to the nearest; one's own row is given back as it is. With two steps, what is for other nodes goes
-    through the local rank at the receiver's place. Raises RewriterError as `reduce_scatter_start`.
-    """
-    call = _call("all_to_all", x_PN, topology, formats, name)
-    x_PN = _rows(x_PN, "all_to_all", call)
-    y_PN = torch.empty_like(x_PN, memory_format=torch.contiguous_format)
-    if call.topology.ranks == 1:
-        return _there(y_PN.copy_(x_PN))
-
-    def schedule(part: slice, chunk: Chunk) -> Schedule:
-        return schedules.all_to_all(x_PN[:, part], y_PN[:, part], chunk)
-
-    return _start(schedule, 1, x_PN, y_PN, call, 1, wait)
-
-
 def called(function: str, name: str) -> str:
     """What errors call the collective."""
     return f"quantized_{function} {name}".rstrip()
