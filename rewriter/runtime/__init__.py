@@ -2,7 +2,7 @@
 compiler."""
 
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime.attention import attention
+from rewriter.runtime.attention.cached import attention
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.branch import fork
 from rewriter.runtime.cache import SequenceCache, SlotSpec, StaticCache
