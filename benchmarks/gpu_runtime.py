@@ -19,11 +19,12 @@ from gpu_tiles import CAUSAL, Case, everything, factors, inputs, library, refere
 from torch import Tensor
 
 from rewriter.ops import SequenceKind, SequencePlan
-from rewriter.runtime import exchange, generate
-from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime import generate
 from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_axis import register
 from rewriter.runtime.attention.sequence_op import sequence_attention
-from rewriter.runtime.attention.visibility import Visibility
+from rewriter.runtime.attention.tiles import Visibility
+from rewriter.runtime.collectives import exchange
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
 

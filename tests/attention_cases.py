@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_axis import register
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.sequence.token_layout import join_tokens, take_tokens
 

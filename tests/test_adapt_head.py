@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rewriter.adapt import losses
 from rewriter.adapt.students import Computed, HuggingFaceModel
-from rewriter.runtime.loss import IGNORED
+from rewriter.runtime.replicas import IGNORED
 
 ROWS, LENGTH = 2, 21
 APART = sorted(zoo.FAMILIES)

@@ -17,8 +17,7 @@ from rewriter.kernels import accumulation_dtype, merge
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention import local, tiles
 from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn
-from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
-from rewriter.runtime.attention.visibility import Visibility
+from rewriter.runtime.attention.tiles import Gradients, Visibility, tile_backward, tile_forward
 from rewriter.sequence.token_layout import LAYOUTS, TokenRun, padded
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")

@@ -22,9 +22,10 @@ from test_runtime_load import write
 from test_runtime_parallel import PROMPTS
 
 from rewriter import RewriterError
-from rewriter.runtime import Context, cached_step, compile_worker, generate, load, step_cache, step_parts
+from rewriter.runtime import Context, generate, load
 from rewriter.runtime.cache import StaticCache
-from rewriter.runtime.decode_step import compilation, decode_step
+from rewriter.runtime.generation import cached_step, compile_worker, step_cache, step_parts
+from rewriter.runtime.generation.decode_step import compilation, decode_step
 
 PROMPT, COUNT = PROMPTS[1], 24
 
@@ -285,7 +286,7 @@ def test_a_compilation_in_the_background_gives_way_with_its_session():
     group = Path("/proc/self/autogroup")
     if not group.is_file():
         pytest.skip("Linux's autogroups are not in this kernel")
-    command = f"from rewriter.runtime import compile_worker; compile_worker.give_way(); print(open('{group}').read())"
+    command = f"from rewriter.runtime.generation import compile_worker; compile_worker.give_way(); print(open('{group}').read())"
     ran = subprocess.run([sys.executable, "-c", command], start_new_session=True, capture_output=True, check=True)
     assert ran.stdout.split()[-1] == b"10"
 

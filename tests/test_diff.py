@@ -21,7 +21,7 @@ from rewriter.cli import main
 from rewriter.convert.reopened import find_source, recorded_path
 from rewriter.convert.report import ConversionReport
 from rewriter.diff.tensors import tensors_between
-from rewriter.emit.manifest import read_manifest
+from rewriter.output.manifest import read_manifest
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 from rewriter.weights import Checkpoint

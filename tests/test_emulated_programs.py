@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.emulation import EmulationConfig
 from rewriter.runtime import Context, generate, record_events
-from rewriter.runtime.quantized.autograd import quantized_all_reduce_start
+from rewriter.runtime.quantized.launch import quantized_all_reduce_start
 
 
 def assert_finite(found) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
 
-from rewriter.runtime import all_reduce_start, all_reduce_wait, exchange, mark, process_groups, record_events
+from rewriter.runtime import all_reduce_start, all_reduce_wait, mark, record_events
+from rewriter.runtime.collectives import exchange, process_groups
 from rewriter.runtime.quantized import topology
-from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
+from rewriter.runtime.quantized.launch import quantized_all_reduce, quantized_all_reduce_start
 from rewriter.training.zero.nodes import node_groups
 
 

@@ -16,11 +16,16 @@ from quantized_oracle import numbers, place, relative
 from ranks import refusal, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from rewriter.runtime import all_reduce_wait, interruption
-from rewriter.runtime.exchange import Transfer
+from rewriter.runtime import all_reduce_wait
+from rewriter.runtime.collectives import exchange
+from rewriter.runtime.collectives.exchange import Transfer
 from rewriter.runtime.quantized import schedule_worker, schedules
-from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
-from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
+from rewriter.runtime.quantized.launch import (
+    all_gather_start,
+    quantized_all_reduce,
+    quantized_all_reduce_start,
+    reduce_scatter_start,
+)
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 
 
@@ -37,7 +42,7 @@ def broken(group):
         raise RuntimeError("the link is down")
 
     for way, start in ways.items():
-        interruption._interrupted.clear()
+        exchange._interrupted.clear()
         waited(start())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(schedules.Summands, "total", fails)

@@ -27,12 +27,12 @@ from rewriter.runtime import (
     all_reduce,
     all_reduce_start,
     all_reduce_wait,
-    copy_to_group,
     experts,
     once,
     share,
     shared_gradient,
 )
+from rewriter.runtime.collectives.gradients import copy_to_group
 
 
 def each_once(group):

@@ -34,11 +34,12 @@ from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.distributed_attention import impossible
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime import exchange, record_events, sequence_mesh
+from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention import tiles
-from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_axis import register
 from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.runtime.collectives import exchange
 
 
 def too_far(outcomes: Any) -> dict[str, dict[str, str]]:

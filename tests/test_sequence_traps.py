@@ -24,7 +24,7 @@ from rewriter.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.runtime import Context, StaticCache, generate, sequence_mesh
-from rewriter.runtime.attention import algorithms, attention2d_overlap
+from rewriter.runtime.attention import attention2d_overlap, sequence_axis
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.tracing import trace
@@ -173,14 +173,14 @@ def test_axes_of_one_process_do_not_mix():
 def test_a_second_job_of_a_process_connects_its_own_groups(monkeypatch):
     """A registration outlives the groups that it was made with."""
     connected = []
-    monkeypatch.setattr(algorithms, "_connect", connected.append)
-    monkeypatch.setattr(algorithms, "_axes", {})
+    monkeypatch.setattr(sequence_axis, "_connect", connected.append)
+    monkeypatch.setattr(sequence_axis, "_axes", {})
     plan, keys = SequencePlan("attention2d", (1, 2, 2)), set()
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             mesh = AttentionMesh(1, 2, 2, 0, 0, 0, (0, 1, 2, 3), None, None, None, dist.group.WORLD)
-            keys |= {algorithms.register(plan, mesh) for _ in range(2)}
+            keys |= {sequence_axis.register(plan, mesh) for _ in range(2)}
         finally:
             dist.destroy_process_group()
     assert len(keys) == 1

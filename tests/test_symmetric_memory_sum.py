@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rewriter.runtime import symmetric_memory_sum
-from rewriter.runtime.symmetric_memory_sum import LARGEST, SymmetricMemorySums, why_not
+from rewriter.runtime.collectives import symmetric_memory_sum
+from rewriter.runtime.collectives.symmetric_memory_sum import LARGEST, SymmetricMemorySums, why_not
 
 CUDA = torch.device("cuda")
 

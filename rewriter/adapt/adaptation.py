@@ -32,8 +32,8 @@ from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
 from rewriter.convert.rewritten_source import open_output, recipe_of
 from rewriter.convert.save_options import Level
-from rewriter.emit.manifest import AdaptationEntry, Manifest
-from rewriter.runtime.load import rank_device
+from rewriter.output.manifest import AdaptationEntry, Manifest
+from rewriter.runtime.loading.load import rank_device
 from rewriter.verify.drift import load_tokenizer
 from rewriter.verify.saved_output import check_files, check_weights
 from rewriter.weights import Checkpoint

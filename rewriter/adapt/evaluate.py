@@ -9,7 +9,7 @@ from rewriter.adapt import losses
 from rewriter.adapt.batches import stack
 from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.students import Model
-from rewriter.runtime.loss import IGNORED
+from rewriter.runtime.replicas import IGNORED
 from rewriter.training.zero.comm_hooks import exact_weights
 
 HELD_OUT = 0.02  # of the rows, where no evaluation data are given

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.adapt.students import Computed
-from rewriter.runtime.loss import IGNORED, next_tokens
+from rewriter.runtime.replicas import IGNORED, next_tokens
 
 _CHUNK = 1 << 24  # logits in fp32 at a time: 64 MB
 

@@ -22,8 +22,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
-from rewriter.emit.manifest import Manifest, mesh_name, ranks_of, read_manifest
 from rewriter.ir import Program
+from rewriter.output.manifest import Manifest, read_manifest
+from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.verify.comparison import REAL_WEIGHTS

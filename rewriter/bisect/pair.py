@@ -27,8 +27,9 @@ from rewriter.common.expressions import Tensor
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import reopen
-from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, ranks_of, read_manifest
 from rewriter.ir import Program
+from rewriter.output.manifest import Manifest, read_manifest
+from rewriter.output.names import MANIFEST, mesh_name, ranks_of
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.tracing import trace
 from rewriter.verify.comparison import RANKS, REAL_WEIGHTS

@@ -72,7 +72,7 @@ def _ranks(request: dict[str, Any], ids: torch.Tensor, result: str) -> None:
     import torch.distributed as dist
 
     from rewriter.runtime.context import Context
-    from rewriter.runtime.load import load
+    from rewriter.runtime.loading.load import load
 
     model = load(request["directory"], device="cpu", dtype=torch.float32)
     watched = Watched(model)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.manifest import MANIFEST
+from rewriter.output.names import MANIFEST
 
 
 def check_place(out: Path, source: str | os.PathLike[str] | None) -> None:

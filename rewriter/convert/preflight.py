@@ -6,10 +6,11 @@ from pathlib import PurePosixPath
 
 from rewriter.common.errors import RewriterError
 from rewriter.convert.save_options import SaveOptions
-from rewriter.emit.manifest import mesh_of, ranks_of
+from rewriter.emit.manifest import mesh_of
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.emit.output_files import PlannedFiles
 from rewriter.ir import Program
+from rewriter.output.names import ranks_of
 from rewriter.passes.base import single_device
 from rewriter.verify import drift
 from rewriter.verify.shrunken_check import MOST_RANKS

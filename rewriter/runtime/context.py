@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import SequenceCache, StaticCache
-from rewriter.runtime.pytree_node import register_node
-from rewriter.runtime.sequence_axis import Shards
+from rewriter.runtime.torch_marks import register_node
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import ACTIVATIONS, ExpertLayout, gated
-from rewriter.runtime.compiler_marks import not_compiled
-from rewriter.runtime.cuda_graph import host_waits
-from rewriter.runtime.products import product
+from rewriter.runtime.compiled import product
+from rewriter.runtime.streams import host_waits
+from rewriter.runtime.torch_marks import not_compiled
 
 FEW = 16  # choices whose experts' weights are copied, rather than that the host waits to know them
 

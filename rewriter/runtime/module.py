@@ -13,14 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_tokens
-from rewriter.runtime.agreement import check_agreement
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.cache import SlotSpec, StaticCache
 from rewriter.runtime.context import Context, positions, segment_positions
-from rewriter.runtime.gradient_sums import sum_gradients
-from rewriter.runtime.loss import IGNORED, global_loss, next_tokens
-from rewriter.runtime.replicas import Replicas
-from rewriter.runtime.sequence import shard_tokens
-from rewriter.runtime.sequence_axis import SequenceAxis
+from rewriter.runtime.replicas import IGNORED, Replicas, global_loss, next_tokens, sum_gradients
+from rewriter.runtime.sequence import check_agreement, shard_tokens
 
 
 class LocalLogits(NamedTuple):
@@ -84,7 +81,7 @@ class RuntimeModel(nn.Module):
         With `labels` (int64 [B, S], the tokens themselves; −100 is ignored) the result is a LossOutput, with the loss
         that transformers computes on one device: position t is asked for label t + 1, and the mean is that of all
         targets of all rows, on all ranks. Without any target it is 0, and so are gradients. Backward leaves every
-        rank the gradient of this mean: see `rewriter.runtime.gradient_sums`.
+        rank the gradient of this mean: see `rewriter.runtime.replicas`.
 
         Raises RewriterError for tokens beyond the vocabulary (on a CPU, and where they do not follow others), for
         tokens after a cache without their positions, for labels, positions or segments of another shape than the

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.collectives import Shared, once, share, shared_gradient
-from rewriter.runtime.copy_to_group import copy_to_group
-from rewriter.runtime.process_groups import group_rank
+from rewriter.runtime.collectives.differentiable import Shared, once, share, shared_gradient
+from rewriter.runtime.collectives.gradients import copy_to_group
+from rewriter.runtime.collectives.process_groups import group_rank
 
 
 class ColumnParallelLinear(nn.Linear):

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention.mesh import flattened
-from rewriter.runtime.collective_log import observe
-from rewriter.runtime.exchange import all_to_all_uneven_start, gather_start
+from rewriter.runtime.collectives.exchange import all_to_all_uneven_start, gather_start
+from rewriter.runtime.collectives.log import observe
 from rewriter.training.zero.buckets import BUCKET_BYTES, bucketed
 from rewriter.training.zero.master_weights import clip
 

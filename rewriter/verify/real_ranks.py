@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from rewriter.common.expressions import Expression, Tensor, substituted
-from rewriter.emit.manifest import ranks_of
 from rewriter.ir import Program
+from rewriter.output.names import ranks_of
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import least_quantized
 from rewriter.tracing.meta_model import build_on_meta

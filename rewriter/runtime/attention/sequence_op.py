@@ -1,4 +1,5 @@
-"""Attention over the tokens of all ranks of a sequence axis as one operator of torch: `rewriter::sequence_attention`.
+"""Attention over the tokens of all ranks of a sequence axis as operators of torch: `rewriter::sequence_attention` for
+full sequences, `rewriter::decode_attention` for tokens that follow them.
 
 Exchange of heads, the plan's algorithm, exchange back; where the plan quantizes keys and values, that comes first. The
 operator has a fake and a gradient, so that torch.compile sees one node; it finds its process groups by a string,
@@ -15,17 +16,16 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import accumulation_dtype, vector_bytes
+from rewriter.kernels import accumulation_dtype, merge, vector_bytes
 from rewriter.ops import MaskSpec
-from rewriter.runtime.attention import heads
-from rewriter.runtime.attention import sinks as sink_logits
-from rewriter.runtime.attention.algorithms import axis
-from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors
-from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype
+from rewriter.runtime.attention import exchanges
+from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors, QuantizedKV
+from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype, kernel_forward
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.quantized_kv import QuantizedKV
-from rewriter.runtime.attention.visibility import Visibility
-from rewriter.runtime.interruption import messages_under_way
+from rewriter.runtime.attention.partial_merge import fold_sinks, sinks_gradient
+from rewriter.runtime.attention.sequence_axis import axis
+from rewriter.runtime.attention.tiles import Visibility
+from rewriter.runtime.collectives.exchange import gather_start, messages_under_way
 
 
 def check(q_BHSD: Tensor, first_valid: Tensor | None) -> None:
@@ -95,9 +95,9 @@ def _forward(
         k, v = quantized.closed(k, v)
     with messages_under_way("sequence attention"):
         if where.exchanges_heads:
-            q, k, v = heads.to_heads([q, k, v], where.mesh, "heads.qkv")
+            q, k, v = exchanges.to_heads([q, k, v], where.mesh, "heads.qkv")
             o_kept, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call)
-            (o,) = heads.to_tokens([o_kept], where.mesh, "heads.o")
+            (o,) = exchanges.to_tokens([o_kept], where.mesh, "heads.o")
             return o, lse, q, k_kept, v_kept, o_kept
         k = k.contiguous()
         o, lse, k_kept, v_kept = where.algorithm.forward(q.contiguous(), k, v.contiguous(), call)
@@ -155,16 +155,16 @@ def _backward(
         quantized = QuantizedKV(where.format, q.shape[3], do.shape[3], q.dtype)
     call = AttentionCall(where.mesh, _seen(kind, size, length, first_valid, segments), scale, quantized)
     with messages_under_way("sequence attention"):
-        (do,) = heads.to_heads([do.contiguous()], where.mesh, "heads.do")
+        (do,) = exchanges.to_heads([do.contiguous()], where.mesh, "heads.do")
         dq, dk, dv = where.algorithm.backward(OwnTensors(do, q, o, lse), (k, v), call)
         dsinks = q.new_empty(0)
         if sinks is not None:
             dsinks = torch.zeros_like(sinks)
             own = _own_sinks(sinks, where.mesh)
-            _own_sinks(dsinks, where.mesh).copy_(sink_logits.gradient(do, o, lse, own))
+            _own_sinks(dsinks, where.mesh).copy_(sinks_gradient(do, o, lse, own))
         if where.exchanges_heads:
-            dq, dk, dv = heads.to_tokens([dq, dk, dv], where.mesh, "heads.dqkv")
-            dk, dv = (heads.summed_copies(x, kv_heads) for x in (dk, dv))
+            dq, dk, dv = exchanges.to_tokens([dq, dk, dv], where.mesh, "heads.dqkv")
+            dk, dv = (exchanges.summed_copies(x, kv_heads) for x in (dk, dv))
         return dq, dk, dv, dsinks
 
 
@@ -216,4 +216,49 @@ def _seen(kind: str, size: int | None, length: int, first_valid: Tensor | None, 
 
 
 def _own_sinks(sinks_H: Tensor, mesh: AttentionMesh) -> Tensor:
-    return heads.own_heads(sinks_H[None], mesh.head_index, mesh.heads)[0]
+    return exchanges.own_heads(sinks_H[None], mesh.head_index, mesh.heads)[0]
+
+
+# --- new tokens, over keys that are sharded ---
+
+
+def decode_attention(
+    q_BHSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTE: Tensor,
+    visible: Tensor,
+    key: str,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys of all ranks; o [B, H, S, E] in q's dtype, equal on all of them.
+
+    Each rank attends over its own keys and sends a row of the output and one number per query and head, and no keys;
+    the parts are merged by their log-sum-exp. q is that of the new tokens, k and v those that this rank holds; query
+    head h reads key/value head h // (H / K). `visible`: boolean [B or 1, 1, S, T]; a rank may see nothing, but each
+    query sees a key of some rank. `sinks` [H]: a logit per head that takes probability and returns nothing. Parts
+    travel with o in the model's dtype and the log-sum-exp in fp32 (fp64 of fp64), and are merged in the latter. Without
+    gradient. Raises RewriterError for a `key` that was not registered.
+    """
+    q, k, v = in_autocast_dtype(q_BHSD, k_BKTD, v_BKTE)
+    o: Tensor = _decode(q, k, v, visible, sinks, key, scale)
+    return o
+
+
+@torch.library.custom_op("rewriter::decode_attention", mutates_args=())
+def _decode(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None, key: str, scale: float) -> Tensor:
+    batch, heads, queries, _ = q.shape
+    groups = heads // k.shape[1]
+    # The query heads of a group are rows of one attention, so that K and V are read once and never repeated.
+    rows = q.reshape(batch, k.shape[1], groups * queries, -1)
+    o, lse = kernel_forward(rows, k, v, visible.repeat(1, 1, groups, 1), False, scale)
+    part = o.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
+    o, lse = merge(gather_start(part, axis(key).group if key else None, "decode").wait())
+    o, _ = fold_sinks(o, lse, sinks)
+    return o.to(q.dtype)
+
+
+@_decode.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None, key: str, scale: float) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])

@@ -1,4 +1,4 @@
-"""What each rank quantizes, sends, sums and sends on, chunk by chunk, as schedules for `worker`.
+"""What each rank quantizes, sends, sums and sends on, chunk by chunk, as schedules for `schedule_worker`.
 
 Y nodes × X local ranks; this is local rank l of node y. Shape suffixes: P = Y · X ranks, R rows, N elements of a slice,
 C of a chunk of it, B bytes of a payload.
@@ -6,9 +6,9 @@ C of a chunk of it, B bytes of a payload.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,21 @@ from rewriter.kernels import (
     quantize_rows,
 )
 from rewriter.kernels.blocks import mix
-from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.known_format import known_format
+from rewriter.runtime.collectives.exchange import Transfer
 from rewriter.runtime.quantized.schedule_worker import Schedule
 from rewriter.runtime.quantized.topology import Topology
+
+Parsed = TypeVar("Parsed", Format, tuple[Format, Format])
+
+
+def known_format(name: str | Format, about: str, parse: Callable[[str | Format], Parsed]) -> Parsed:
+    """`parse(name)`, of `parse_format` or `parse_formats`. Raises RewriterError, which begins with `about`, for a name
+    that is none."""
+    try:
+        return parse(name)
+    except ValueError as error:
+        raise RewriterError(f"{about}: {error}") from None
+
 
 _DITHERED = 3  # messages of a chunk: inside the node, between nodes, and what is gathered
 

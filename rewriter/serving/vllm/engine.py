@@ -51,7 +51,7 @@ class VllmEngine:
         return summed
 
     def begin(self, x: Tensor) -> tuple[Tensor, Any] | None:
-        from rewriter.runtime.small_sums import choose_small_sums, small_sum_start
+        from rewriter.runtime.collectives.small_sums import choose_small_sums, small_sum_start
 
         group = self.group.device_group
         if group is not self.chosen:  # all ranks begin their first sum together

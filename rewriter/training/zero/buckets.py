@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.collective_log import observe
-from rewriter.runtime.process_groups import group_rank
+from rewriter.runtime.collectives.log import observe
+from rewriter.runtime.collectives.process_groups import group_rank
 from rewriter.training.zero.flat import FlatParameter
 
 BUCKET_BYTES = 64 << 20

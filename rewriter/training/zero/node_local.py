@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, parse_format
-from rewriter.runtime.known_format import known_format
+from rewriter.runtime.quantized.schedules import known_format
 from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.fsdp import groups_of
 from rewriter.training.zero.master_weights import (
