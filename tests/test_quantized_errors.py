@@ -20,13 +20,12 @@ from rewriter.runtime import all_reduce_wait
 from rewriter.runtime.collectives import exchange
 from rewriter.runtime.collectives.exchange import Transfer
 from rewriter.runtime.quantized import schedule_worker, schedules
+from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 from rewriter.runtime.quantized.launch import (
-    all_gather_start,
     quantized_all_reduce,
     quantized_all_reduce_start,
     reduce_scatter_start,
 )
-from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 
 
 def broken(group):
@@ -76,7 +75,6 @@ def odd(group):
         "ranks": lambda: quantized_all_reduce(x, 2, format="int8"),
         "stages": lambda: quantized_all_reduce(x, group, format="int8", stages=0),
         "divide": lambda: reduce_scatter_start(x[:699], group, "int8"),
-        "out": lambda: all_gather_start(x, group, "int8", dtype=x.dtype, out=x),
     }
     messages = {name: refusal(call) for name, call in wrong.items()}
     return found, messages, ended_in_a_fork(), broken(group)
@@ -122,7 +120,6 @@ def test_what_is_not_finite_and_what_cannot_be_done():
             "ranks": "expected a ProcessGroup or a DeviceMesh, not int",
             "stages": "stages=0, expected at least 1",
             "divide": "699 elements do not divide by 2 ranks",
-            "out": "out is torch.float32 [700], expected contiguous torch.float32 of 2 × 700 elements",
         }.items():
             assert words in messages[name], name
 

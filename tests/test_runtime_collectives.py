@@ -326,18 +326,6 @@ def test_experts_equal_their_specification(act):
     assert not ours[2].grad[4].any()
 
 
-def test_experts_name_an_unknown_activation():
-    with pytest.raises(RewriterError, match="'swish' is unknown, expected one of gelu"):
-        experts(
-            torch.ones(1, 2),
-            torch.zeros(1, 1, dtype=torch.long),
-            torch.ones(1, 1),
-            torch.ones(1, 2, 2),
-            torch.ones(1, 2, 1),
-            act="swish",
-        )
-
-
 def test_a_model_with_dropout_refuses_to_train():
     class WithDropout(RuntimeModel):
         dropout_probability = 0.1

@@ -106,6 +106,12 @@ def test_names_and_shapes_are_checked_both_ways(tmp_path):
         load(tmp_path)
 
 
+def test_padding_of_other_rows_is_refused(tmp_path):
+    model, ids = load(write(tmp_path, 1)), torch.tensor([PROMPTS[0]])
+    with pytest.raises(RewriterError, match=r"first_valid \[2\]: expected the padding of each row, \[1\]"):
+        model(ids, ctx=Context(first_valid=torch.zeros(2, dtype=torch.int64)))
+
+
 def manifest(root, change):
     content = json.loads((root / "rewrite.json").read_text())
     change(content)

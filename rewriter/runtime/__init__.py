@@ -23,7 +23,7 @@ from rewriter.runtime.collectives.gradients import copy_to_group
 from rewriter.runtime.collectives.log import Event, mark, record_events
 from rewriter.runtime.collectives.process_groups import group_rank
 from rewriter.runtime.compiled import compile_segments
-from rewriter.runtime.context import Context
+from rewriter.runtime.context import Context, gather_tokens, last_tokens, shard_tokens
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generation.generate import generate
 from rewriter.runtime.loading.load import load
@@ -42,7 +42,6 @@ from rewriter.runtime.parallel import (
 )
 from rewriter.runtime.quantized.launch import quantized_all_reduce, quantized_all_reduce_start
 from rewriter.runtime.replicas import sum_gradients
-from rewriter.runtime.sequence import gather_tokens, last_tokens, shard_tokens
 from rewriter.runtime.streams import fork
 
 __all__ = [

@@ -11,7 +11,8 @@ which is what Inductor makes of `(x * weight).sum(-1)`, at two thirds and more o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType, MethodType
 from typing import Any
@@ -25,8 +26,32 @@ from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.cache import StaticCache
 from rewriter.runtime.context import Context
 
-PREFIX = "segment_"
+_PREFIX = "segment_"
 RECOMPILE_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """A method of the module at `path` that reads the cache's entries `slots`."""
+
+    path: str
+    module: nn.Module
+    method: str
+    slots: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.method}"
+
+
+def segments_of(model: nn.Module) -> list[Part]:
+    """Every method segment_* of `model`: what is computed between collectives."""
+    found = []
+    for path, module in model.named_modules():
+        slots = {slot for part in module.modules() if isinstance(slot := getattr(part, "slot", None), int)}
+        methods = [name for name in dir(type(module)) if name.startswith(_PREFIX)]
+        found += [Part(path, module, method, tuple(sorted(slots))) for method in methods]
+    return found
 
 
 def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str]:
@@ -39,16 +64,12 @@ def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str
     # default of 8 it would silently run uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     compiled: dict[tuple[type, str], Callable[..., Any]] = {}
-    for module in model.modules():
-        cls = type(module)
-        for name in dir(cls):
-            if not name.startswith(PREFIX):
-                continue
-            plain = getattr(cls, name)
-            if (cls, name) not in compiled:
-                compiled[cls, name] = torch.compile(_own_code(plain), backend=with_reductions(backend))
-            slots = {slot for part in module.modules() if isinstance(slot := getattr(part, "slot", None), int)}
-            setattr(module, name, MethodType(_prepared(compiled[cls, name], plain, slots), module))
+    for part in segments_of(model):
+        cls, name = type(part.module), part.method
+        plain = getattr(cls, name)
+        if (cls, name) not in compiled:
+            compiled[cls, name] = torch.compile(_own_code(plain), backend=with_reductions(backend))
+        setattr(part.module, name, MethodType(_prepared(compiled[cls, name], plain, part.slots), part.module))
     vars(model)["compiles_with"] = backend
     return sorted(f"{cls.__name__}.{name}" for cls, name in compiled)
 
@@ -97,7 +118,7 @@ def _own_code(method: Any) -> FunctionType:
     return copy
 
 
-def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], slots: set[int]) -> Callable[..., Any]:
+def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], slots: Sequence[int]) -> Callable[..., Any]:
     """`compiled` for a layer with these cache entries; `plain` where a graph around it is being compiled."""
 
     @wraps(plain)
@@ -117,11 +138,11 @@ def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], slots: se
     return segment
 
 
-def _bound(ctx: Context, slots: set[int]) -> Context:
+def _bound(ctx: Context, slots: Sequence[int]) -> Context:
     """`ctx` with only the layer's own cache entry, whose length may differ from one generation to the next."""
     if len(slots) != 1:
         return ctx  # a layer with several attention calls reads its slot numbers and is compiled on its own
-    ctx = ctx.bound(next(iter(slots)))
+    ctx = ctx.bound(slots[0])
     assert ctx.cache is not None
     for tensor in (*ctx.cache.keys, *ctx.cache.values):
         torch._dynamo.maybe_mark_dynamic(tensor, 2)

@@ -28,16 +28,6 @@ from rewriter.runtime.attention.tiles import Visibility
 from rewriter.runtime.collectives.exchange import gather_start, messages_under_way
 
 
-def check(q_BHSD: Tensor, first_valid: Tensor | None) -> None:
-    """Raises RewriterError for a dtype without a kernel, and for padding of other rows."""
-    check_kernels(q_BHSD)
-    if first_valid is not None and first_valid.shape != q_BHSD.shape[:1]:
-        raise RewriterError(
-            f"sequence attention: first_valid {list(first_valid.shape)}; expected one position a row, "
-            f"[{q_BHSD.shape[0]}]"
-        )
-
-
 def sequence_attention(
     q_BHSD: Tensor,
     k_BKSD: Tensor,
@@ -64,7 +54,7 @@ def sequence_attention(
 
     Differentiable once, and under torch.compile(fullgraph=True). Backward keeps as many tokens as forward was given,
     nothing gathered, and sends and receives on all ranks: all must call it. Raises RewriterError, before anything is
-    sent, for a `key` that was not registered, for a dtype without a kernel, and for first_valid of another shape.
+    sent, for a `key` that was not registered and for a dtype without a kernel.
     """
     q, k, v = in_autocast_dtype(q_BHSD, k_BKSD, v_BKSE)
     o: Tensor = _forward(q, k, v, first_valid, segment_ids, sinks, key, *astuple(mask), scale, length)[0]
@@ -87,7 +77,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(o, lse, then q, k, v, o as backward wants them: empty where they are the operator's own arguments or result)."""
     where = axis(key)
-    check(q, first_valid)
+    check_kernels(q)
     quantized, nothing = where.quantized(k, v), q.new_empty(0)
     seen = _seen(kind, size, length, first_valid, segments)
     call = AttentionCall(where.mesh, seen, scale, quantized, None if sinks is None else _own_sinks(sinks, where.mesh))
@@ -110,9 +100,9 @@ def _forward(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    first_valid, _, _, key, *_ = rest
+    key = rest[3]
     where = axis(key)
-    check(q, first_valid)
+    check_kernels(q)
     h, (batch, query_heads, tokens, _) = where.mesh.heads, q.shape
     kv_heads = max(k.shape[1] // h, 1)
     o = q.new_empty(batch, query_heads, tokens, v.shape[3])

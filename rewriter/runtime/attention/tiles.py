@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rewriter.common.errors import RewriterError
 from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
@@ -32,25 +31,12 @@ class Visibility:
     seen nor see. first_valid: int64 [B], positions below are padding at the left, of which the same holds. segments:
     integers [B, length], packed sequences; a query sees keys of its own segment only. Positions count from the first
     valid token of a row, or from the start of a segment, which only a chunk mask notices.
-
-    Raises RewriterError for tensors of other shapes.
     """
 
     spec: MaskSpec
     length: int
     first_valid: Tensor | None = None
     segments: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.first_valid is not None and self.first_valid.dim() != 1:
-            raise RewriterError(
-                f"first_valid of shape {list(self.first_valid.shape)}: expected one position per row, [B]"
-            )
-        if self.segments is not None and (self.segments.dim() != 2 or self.segments.shape[1] != self.length):
-            raise RewriterError(
-                f"segment ids of shape {list(self.segments.shape)}: expected [B, {self.length}], one per token of the "
-                "full sequence, on every rank"
-            )
 
     @property
     def causal(self) -> bool:

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
+from rewriter.runtime.compiled import Part
 from rewriter.runtime.generation import step_cache
 from rewriter.runtime.generation.step_parts import (
     Call,
     CompiledPart,
-    Part,
     in_place_of,
     parts_of,
-    said,
     watched,
     why_no_parts,
 )
@@ -127,7 +126,7 @@ class CachedStep:
         versions = [torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()]
         place = (dist.get_rank(), dist.get_world_size()) if self._group is not None else (0, 1)
         modules = [(path, type(module).__qualname__) for path, module in self._model.named_modules()]
-        calls = {name: said(call) for name, call in self._calls.items()}
+        calls = {name: asdict(call) for name, call in self._calls.items()}
         return {
             "torch": versions, "threads": torch.get_num_threads(), "code": self._origin.code, "dp": self._origin.dp,
             "rank": place[0], "world": place[1], "modules": modules, "calls": calls,

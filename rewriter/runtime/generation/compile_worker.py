@@ -119,7 +119,10 @@ def _traced(part: Any, call: Any) -> tuple[Any, bool]:
             return outputs
 
     holder = Holder()
-    given = [[_example(x) for x in inputs] for inputs in (call.inputs, call.weights)]
+    given = [
+        [torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype)) for x in inputs]
+        for inputs in (call.inputs, call.weights)
+    ]
     growing = {2: torch.export.Dim.DYNAMIC}
     shapes = ([growing if x.grows else None for x in call.inputs], [None for _ in call.weights])
     with torch.no_grad():
@@ -134,12 +137,6 @@ def _origin(target: Any) -> str:
     return str(getattr(target, "namespace", None) or getattr(target, "__module__", ""))
 
 
-def _example(said: Any) -> Any:
-    import torch
-
-    return torch.empty_strided(said.shape, said.strides, dtype=getattr(torch, said.dtype))
-
-
 def _package(program: Any, folder: Path, scratch: Path) -> str:
     """The name of the shared library in `folder` that computes `program`. Raises what Inductor and the compiler do."""
     import torch
@@ -148,7 +145,8 @@ def _package(program: Any, folder: Path, scratch: Path) -> str:
     digest = hashlib.sha256(json.dumps([program.graph_module.code, inputs, torch.get_num_threads()]).encode())
     for name, constant in sorted(program.constants.items()):
         digest.update(f"{name} {constant.dtype} {constant.tolist()}".encode())
-    digest.update(_toolchain())
+    # and the toolchain
+    digest.update(json.dumps([torch.__version__, step_cache.key_of({}), sorted(OPTIONS.items())]).encode())
     file = folder / f"{digest.hexdigest()[:32]}.so"
     if not file.exists():
         _build(program, scratch / file.name)
@@ -171,13 +169,6 @@ def _build(program: Any, file: Path) -> None:
 
 # As eager code rounds: after every operator, not only what a fused loop stores.
 OPTIONS = {"emulate_precision_casts": True}
-
-
-def _toolchain() -> bytes:
-    """What the same graph is compiled to depends on besides it."""
-    import torch
-
-    return json.dumps([torch.__version__, step_cache.key_of({}), sorted(OPTIONS.items())]).encode()
 
 
 def give_way() -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rewriter.runtime.cache import StaticCache
-from rewriter.runtime.compiled import PREFIX
+from rewriter.runtime.compiled import Part, segments_of
 from rewriter.runtime.context import Context
 
 # Entries of a cache in the example that is traced: fewer than there are, since those of a whole cache lie side by side.
@@ -24,40 +24,25 @@ _LOOKED_AT, _THERE = 192, 448
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-@dataclass(frozen=True)
-class Part:
-    """A method of the module at `path` that reads the cache's entries `slots`."""
-
-    path: str
-    module: nn.Module
-    method: str
-    slots: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}.{self.method}"
-
-    def weights(self) -> list[Tensor]:
-        return [x.detach() for x in tensors_of(self.module).values()]
-
-
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, each once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def weights_of(part: Part) -> list[Tensor]:
+    return [x.detach() for x in tensors_of(part.module).values()]
+
+
 def parts_of(model: nn.Module) -> list[Part]:
-    """Every method segment_* of `model`, and the linear layers that are in no module with such methods."""
-    found, within = [], set()
-    for path, module in model.named_modules():
-        methods = [name for name in dir(type(module)) if name.startswith(PREFIX)]
-        if methods:
-            within |= {id(part) for part in module.modules()}
-        elif not isinstance(module, nn.Linear) or id(module) in within:
-            continue
-        slots = {slot for part in module.modules() if isinstance(slot := getattr(part, "slot", None), int)}
-        found += [Part(path, module, method, tuple(sorted(slots))) for method in methods or ["forward"]]
-    return found
+    """The segments of `model`, and the linear layers outside of modules with segments."""
+    segments = segments_of(model)
+    within = {id(module) for part in segments for module in part.module.modules()}
+    linear = [
+        Part(path, module, "forward")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) not in within
+    ]
+    return segments + linear
 
 
 def why_no_parts(model: nn.Module) -> str | None:
@@ -126,7 +111,7 @@ class Call:
         flat = _flat(arguments, part.slots)
         grows = _growing(kinds, rings)
         inputs = [Input.of(x, g) for x, g in zip(flat, grows, strict=True)]
-        return Call(tuple(kinds), tuple(rings), tuple(inputs), tuple(Input.of(x) for x in part.weights()))
+        return Call(tuple(kinds), tuple(rings), tuple(inputs), tuple(Input.of(x) for x in weights_of(part)))
 
     @staticmethod
     def read(said: Mapping[str, Any]) -> Call:
@@ -187,7 +172,7 @@ class CompiledPart:
         self._plain = getattr(part.module, part.method)
         self._call, self._run, self._single, self._slots = call, run, single, part.slots
         self._fixed = [(i, x) for i, x in enumerate(call.inputs) if not x.grows]
-        self._weights = part.weights()
+        self._weights = weights_of(part)
 
     def __call__(self, *arguments: Any) -> Any:
         call = self._call
@@ -234,11 +219,6 @@ def watched(parts: Sequence[Part]) -> Iterator[dict[str, Call]]:
     with in_place_of(parts, [watch(part) for part in parts]):
         yield calls
     calls |= {name: call for name, call in found.items() if call is not None}
-
-
-def said(call: Call) -> dict[str, Any]:
-    """As JSON values, of which `Call.read` makes it again."""
-    return asdict(call)
 
 
 def structure(part: Part) -> tuple[object, ...]:

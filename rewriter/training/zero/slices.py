@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, dequantize_rows, quantize_rows
 from rewriter.runtime.collectives.exchange import Transfer, gather_start
+from rewriter.runtime.context import checksum
 from rewriter.runtime.quantized.launch import reduce_scatter_start
-from rewriter.runtime.sequence import checksum
 from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.flat import accumulate
 from rewriter.training.zero.flat_layout import BlockLayout, OwnedPiece, owned_pieces

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.collectives.process_groups import group_rank, group_size
-from rewriter.runtime.sequence import checksum
+from rewriter.runtime.context import checksum
 from rewriter.training.zero.buckets import BUCKET_BYTES, Reducer, buckets_of
 from rewriter.training.zero.flat import FlatParameters
 from rewriter.training.zero.master_weights import (
