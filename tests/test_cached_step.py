@@ -3,6 +3,7 @@ over to it; what does not fit is not used, and what is missing or was killed doe
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
