@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -72,3 +73,8 @@ def merge_reference(parts: Parts) -> tuple[Tensor, Tensor]:
 def has_triton() -> bool:
     """Whether the kernels can be imported: there is no Triton for macOS and Windows."""
     return importlib.util.find_spec("triton") is not None
+
+
+def current_device(x: Tensor) -> AbstractContextManager[object]:
+    """Within it the GPU of `x` is the current one, on which Triton launches; nothing for a CPU, where it interprets."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
