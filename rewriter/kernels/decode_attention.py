@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rewriter.kernels.merge import accumulation_dtype, has_triton
+from rewriter.kernels.devices import has_triton
+from rewriter.kernels.merge import accumulation_dtype
 
 _MOST_SIZE = 512  # of a head, whose tiles shared memory has room for
 

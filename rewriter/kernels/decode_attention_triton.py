@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewriter.kernels.merge import current_device
+from rewriter.kernels.devices import current_device
 
 WARPS = 4
 STAGES = 3  # tiles of keys and values that are loaded ahead

@@ -7,13 +7,12 @@ row saw nothing has o_p = 0 and l_p = −inf, and weighs nothing.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
 from torch import Tensor
+
+from rewriter.kernels.devices import has_triton
 
 Parts = Sequence[tuple[Tensor, Tensor]]
 
@@ -67,14 +66,3 @@ def merge_reference(parts: Parts) -> tuple[Tensor, Tensor]:
     for (part, _), weight in zip(parts, weight_P, strict=True):
         o.addcmul_(part.to(dtype), weight.unsqueeze(-1))
     return o.div_(total.unsqueeze(-1)), top + total.log()
-
-
-@cache
-def has_triton() -> bool:
-    """Whether the kernels can be imported: there is no Triton for macOS and Windows."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def current_device(x: Tensor) -> AbstractContextManager[object]:
-    """Within it the GPU of `x` is the current one, on which Triton launches; nothing for a CPU, where it interprets."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

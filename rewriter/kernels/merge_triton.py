@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewriter.kernels.merge import current_device
+from rewriter.kernels.devices import current_device
 
 BLOCK = 2048  # elements of o per program: 16 for each of 128 threads
 WARPS = 4

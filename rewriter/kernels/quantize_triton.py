@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rewriter.kernels import blocks
 from rewriter.kernels.blocks_triton import Tile
+from rewriter.kernels.devices import current_device
 from rewriter.kernels.formats import Format
-from rewriter.kernels.merge import current_device
 from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel, sum_kernel
 
 WARPS = 4

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rewriter.kernels.merge import current_device
+from rewriter.kernels.devices import current_device
 
 ROWS = 32
 COLUMNS = 128

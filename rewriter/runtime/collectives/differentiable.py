@@ -155,6 +155,11 @@ class Shared:
     ranges: tuple[tuple[int, int], ...]
     group: ProcessGroup | None
 
+    @property
+    def rows(self) -> int:
+        """Of this rank."""
+        return sum(end - start for start, end in self.ranges)
+
     @classmethod
     def run(cls, size: int, rows: int, starts: Sequence[int], group: ProcessGroup | None) -> Shared:
         """Rank r of `group` holds `rows` rows from `starts[r]` on."""
