@@ -33,8 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import sequence_mesh
-from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_axis import register
 from rewriter.runtime.attention.sequence_op import sequence_attention
 
 

@@ -26,10 +26,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rewriter.ops import SequencePlan
+from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention
-from rewriter.runtime.exchange import Transfer, all_to_all_start
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.runtime.collectives.exchange import Transfer, all_to_all_start
 from rewriter.sequence.token_layout import take_tokens
 
 DIRECTIONS = ("sent", "received")
@@ -73,14 +75,11 @@ class Worker:
         plan = SequencePlan(case["kind"], tuple(case["grid"]), case["overlap"])
         own = self.tokens(case["heads"], case["kv_heads"], plan.layout)
         inputs = [own[name].requires_grad_() for name in ("q", "k", "v")]
-        line = plan.grid == (1, self.ranks, 1) or plan.kind == "ulysses"
-        mesh = self.mesh(None if line else plan.grid)
+        key = register(plan, AttentionMesh.of(self.mesh(plan.grid)))
+        length, scale = inputs[0].shape[2] * self.ranks, inputs[0].shape[3] ** -0.5
 
         def step() -> dict[str, Tensor]:
-            if plan.kind == "attention2d":
-                o = attention2d(*inputs, mesh, overlap=plan.overlap)
-            else:
-                o = {"ring": ring_attention, "ulysses": ulysses_attention}[plan.kind](*inputs, mesh)
+            o = sequence_attention(*inputs, key, mask=MaskSpec("causal"), scale=scale, length=length)
             gradients = torch.autograd.grad(o, inputs, own["do"])
             return dict(zip(RESULTS, [o.detach(), *gradients], strict=True))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.runtime import record_events
-from rewriter.runtime.exchange import Transfer
+from rewriter.runtime.collectives.exchange import Transfer
 from rewriter.runtime.quantized.launch import all_gather_start, all_reduce_start, reduce_scatter_start
 
 EXACT = "exact"

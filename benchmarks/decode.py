@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Sto
 
 from rewriter import api
 from rewriter.runtime import generate
-from rewriter.runtime.load import load
+from rewriter.runtime.loading.load import load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RATIO, FIRST_TOKEN = 0.55, 4.0

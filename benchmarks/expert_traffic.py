@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rewriter.runtime.collective_log import Event
+from rewriter.runtime.collectives.log import Event
 from rewriter.training.expert_parallel import AXIS
 
 

@@ -32,9 +32,9 @@ from rewriter.fabric.fabric import TableChoice
 from rewriter.ir import Program
 from rewriter.passes import available
 from rewriter.runtime.compiled import compile_segments
-from rewriter.runtime.decode_step import DecodeStep
-from rewriter.runtime.load import build
-from rewriter.runtime.sampling import Sampling
+from rewriter.runtime.generation.decode_state import Sampling
+from rewriter.runtime.generation.decode_step import DecodeStep
+from rewriter.runtime.loading.load import build
 from rewriter.tracing import trace
 
 # those of the recipes tensor-parallel, ladder and upper-bound, whose files need pydantic

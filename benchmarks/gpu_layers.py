@@ -34,7 +34,7 @@ from gpu_report import Row, Scale, Table, read_rate
 from torch import Tensor, nn
 
 from rewriter.fabric import Delay
-from rewriter.runtime.collectives import all_reduce_start, all_reduce_wait
+from rewriter.runtime.collectives.differentiable import all_reduce_start, all_reduce_wait
 from rewriter.runtime.compiled import backend_of, compile_segments
 from rewriter.runtime.context import Context, positions
 from rewriter.tracing import trace

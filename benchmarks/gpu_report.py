@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from rewriter.runtime.cuda_graph import replay_of
+from rewriter.runtime.streams import replay_of
 
 Row = tuple[tuple[object, ...], str]  # cells, and what is wrong
 

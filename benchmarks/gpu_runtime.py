@@ -8,7 +8,6 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,13 @@ from gpu_report import Row, Scale, Table, short
 from gpu_tiles import CAUSAL, Case, everything, factors, inputs, library, reference
 from torch import Tensor
 
-from rewriter.ops import SequencePlan
-from rewriter.runtime import exchange, generate
-from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention
-from rewriter.runtime.attention.visibility import Visibility
+from rewriter.ops import SequenceKind, SequencePlan
+from rewriter.runtime import generate
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.runtime.attention.tiles import Visibility
+from rewriter.runtime.collectives import exchange
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
 
@@ -37,9 +39,11 @@ def runtime(scale: Scale) -> Table:
             "nccl" if cuda else "gloo", store=dist.FileStore(os.path.join(scratch, "store"), 1), rank=0, world_size=1
         )
         try:
-            mesh = torch.distributed.device_mesh.init_device_mesh(scale.device.type, (1,))
-            for attend in (attention2d, ring_attention, ulysses_attention):
-                table.attempt(attend.__name__, functools.partial(alone, scale, attend, mesh))
+            mesh = AttentionMesh.of(torch.distributed.device_mesh.init_device_mesh(scale.device.type, (1,)))
+            kinds: tuple[SequenceKind, ...] = ("attention2d", "ring", "ulysses")
+            for kind in kinds:
+                key = register(SequencePlan(kind, (1, 1, 1)), mesh)
+                table.attempt(f"{kind} attention", functools.partial(alone, scale, key))
             table.attempt("messages of a group of one", functools.partial(messages, scale))
             for dtype in (torch.float32, torch.bfloat16):
                 table.attempt("emitted model, loss and gradients", functools.partial(trained, scale, dtype))
@@ -49,13 +53,13 @@ def runtime(scale: Scale) -> Table:
     return table
 
 
-def alone(scale: Scale, attend: Callable[..., Tensor], mesh: Any) -> Row:
+def alone(scale: Scale, key: str) -> Row:
     case = Case("", Visibility(CAUSAL, scale.pick(1000, 40)), (1, 1))
     given = [x.bfloat16() for x in inputs(case, scale.device)]
     q, k, v, do = (x.clone().requires_grad_() for x in given)
-    o = attend(q, k, v, mesh)
-    found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
     factor = case.sizes[0] ** -0.5
+    o = sequence_attention(q, k, v, key, mask=CAUSAL, scale=factor, length=q.shape[2])
+    found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
     exact = reference(*(x.double() for x in given), everything(case.seen, scale.device), factor)
     cells, wrong = factors(found, library(*given, case.seen, factor), exact)
     return ("bf16", *cells), wrong

@@ -14,8 +14,7 @@ from torch import Tensor
 from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.partial_merge import Merger
-from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
-from rewriter.runtime.attention.visibility import Visibility
+from rewriter.runtime.attention.tiles import Gradients, Visibility, tile_backward, tile_forward
 from rewriter.sequence.token_layout import TokenRun
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")

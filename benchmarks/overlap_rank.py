@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.runtime import Context, compile_segments
-from rewriter.runtime.decode_step import DecodeStep
-from rewriter.runtime.sampling import Sampling
-from rewriter.runtime.small_sums import choose_small_sums
+from rewriter.runtime.collectives.small_sums import choose_small_sums
+from rewriter.runtime.generation.decode_state import Sampling
+from rewriter.runtime.generation.decode_step import DecodeStep
 
 PROMPT, STEPS = 32, 16  # tokens of a decode's prompt, and steps that are timed together
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rewriter
-from rewriter.runtime import collectives
-from rewriter.runtime.decode_step import DecodeStep
-from rewriter.runtime.sampling import Sampling
+from rewriter.runtime.collectives import differentiable
+from rewriter.runtime.generation.decode_state import Sampling
+from rewriter.runtime.generation.decode_step import DecodeStep
 
 _delay = 0.0
-_start = collectives.small_sum_start
+_start = differentiable.small_sum_start
 
 
 def late_start(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any] | None:
@@ -33,7 +33,7 @@ def late_start(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any] | None
 
 @torch.no_grad()
 def main(given: Asked) -> None:
-    collectives.small_sum_start = late_start
+    differentiable.small_sum_start = late_start
     torch.set_num_threads(1)
     model = rewriter.load(given.directory, compile=given.compiled)
     batch = torch.tensor(prompts())

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from local_ranks import largest
 
-from rewriter.runtime import socket_sum
-from rewriter.runtime.shared_memory_sum import SharedMemorySums
+from rewriter.runtime.collectives import socket_sum
+from rewriter.runtime.collectives.shared_memory_sum import SharedMemorySums
 
 SIZES = (576, 2304, 4608, 16_384, 65_536, 262_144)  # bytes; 2,304 are a token of SmolLM2 in fp32
 IN_A_ROW = 50

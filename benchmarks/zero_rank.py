@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rewriter.common.processes import write_json
 from rewriter.runtime import record_events
-from rewriter.runtime.exchange import all_to_all_start, gather_start
+from rewriter.runtime.collectives.exchange import all_to_all_start, gather_start
 from rewriter.training import node_local_optimizer, node_mesh, zero_plus_plus
 from rewriter.training.zero.fsdp import DefaultAllGather, DefaultReduceScatter, reduction_factor
 

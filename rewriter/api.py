@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from rewriter.adapt.adaptation import AdaptReport
     from rewriter.convert.report import ConversionReport
-    from rewriter.emit.manifest import Manifest
     from rewriter.explain.bisect.finding import Bisection
     from rewriter.explain.diff.compare import DiffReport
     from rewriter.ir import Program
+    from rewriter.output.manifest import Manifest
     from rewriter.predict.results import RecipeComparison
     from rewriter.predict.validation import Validation
     from rewriter.recipes import Recipe
-    from rewriter.runtime.text_stream import Generation
+    from rewriter.runtime.generation.text_stream import Generation
     from rewriter.search.result import SearchResult
 
 _LOG = logging.getLogger("rewriter")
@@ -338,7 +338,7 @@ def load(directory: str | os.PathLike[str], *, check: bool = False, **options: A
     VerificationError for a generated file that was changed.
     """
     root = Path(directory)
-    from rewriter.emit.manifest import read_manifest
+    from rewriter.output.manifest import read_manifest
     from rewriter.verify.saved_output import check_files, check_headers, check_read_by_transformers
 
     manifest = read_manifest(root)
@@ -402,9 +402,10 @@ def generate(
     from rewriter.common.text_settings import check_positions, check_tokens, context_length, vocabulary_size
     from rewriter.convert.rewritten_source import complete_config
     from rewriter.emit.end_tokens import GENERATION, end_tokens, not_applied
-    from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
-    from rewriter.runtime.generate_worker import launch
-    from rewriter.runtime.text_stream import TextStream
+    from rewriter.output.manifest import read_manifest
+    from rewriter.output.names import mesh_name, ranks_of
+    from rewriter.runtime.generation.text_stream import TextStream
+    from rewriter.runtime.generation.worker import launch
     from rewriter.verify.prompts import prompt_ids, special_tokens, tokenizer_of
     from rewriter.verify.saved_output import check_files, config_of
 

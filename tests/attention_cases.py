@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_axis import register
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.sequence.token_layout import join_tokens, take_tokens
 
@@ -210,6 +211,17 @@ def _errors(found: dict[str, Tensor], case: Case) -> dict[str, float]:
 
 
 # --- on ranks ---
+
+
+def attention_on(mesh: DeviceMesh, plan: SequencePlan) -> Callable[..., Tensor]:
+    """Causal attention of unpadded sequences under `plan`, a function of a rank's own q, k and v."""
+    key = register(plan, AttentionMesh.of(mesh))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"scale": q.shape[-1] ** -0.5, "length": plan.ranks * q.shape[2]}
+        return sequence_attention(q, k, v, key, mask=CAUSAL, **options)
+
+    return attend
 
 
 @dataclass

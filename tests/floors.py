@@ -9,7 +9,7 @@ import rewriter
 PACKAGE = Path(rewriter.__file__).parent
 
 # From below. Rooms of one floor do not import each other, nor does a room of one tower one of the other.
-GROUND = [{"common", "kernels", "sequence"}, {"fabric", "ops", "weights"}]
+GROUND = [{"common", "kernels", "sequence"}, {"fabric", "ops", "output", "weights"}]
 COMPILER = [
     {"ir"},
     {"analysis"},

@@ -68,20 +68,6 @@ class Oracle:
     def all_gather(self, xs: list[Tensor]) -> Tensor:
         return torch.stack([x.double() if self.ranks == 1 else sent(x, self.last) for x in xs])
 
-    def all_to_all(self, xs: list[Tensor], rank: int) -> Tensor:
-        """xs[r][p] goes from r to p."""
-        formats = [self.inside if r // self.local == rank // self.local else self.between for r in range(self.ranks)]
-        return torch.stack([x[rank].double() if r == rank else sent(x[rank], formats[r]) for r, x in enumerate(xs)])
-
-    def exchanged(self, n: int) -> dict[str, int]:
-        """{axis: bytes} of an all-to-all with parts of n elements."""
-        inside, between = (parse_format(f).payload_bytes(n) for f in (self.inside, self.between))
-        found = {
-            "local": (self.local - 1) * (inside + (self.nodes - 1) * between),
-            "node": (self.nodes - 1) * self.local * between,
-        }
-        return {axis: count for axis, count in found.items() if count}
-
     def bytes(self, n: int, stages: int, reduces: bool, gathers: bool) -> dict[str, int]:
         """{axis: bytes that a rank sends, and receives} for slices of n elements."""
         block = max(parse_format(f).block for f in (self.inside, self.between))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rewriter.adapt import objective
 from rewriter.adapt.models import HuggingFaceModel, TokenStates
-from rewriter.runtime.loss import IGNORED
+from rewriter.runtime.replicas import IGNORED
 
 ROWS, LENGTH = 2, 21
 APART = sorted(zoo.FAMILIES)

@@ -24,11 +24,11 @@ from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import mark, record_events, sequence_mesh
-from rewriter.runtime.attention import attention2d_overlap, ring_exchange
+from rewriter.runtime.attention import attention2d_overlap, exchanges
 from rewriter.runtime.attention import ring as ring_module
 from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.visibility import Visibility
+from rewriter.runtime.attention.tiles import Visibility
 from rewriter.sequence.token_layout import runs
 
 ALGORITHMS = (ring_module, attention2d_overlap)
@@ -213,9 +213,9 @@ IN_FLIGHT = {
 
 def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tuple[dict[str, list[int]], ...]]:
     """For each plan, forward and backward: how many messages of each name are under way at each tile, on this rank."""
-    shift = ring_exchange.RingExchange.shift
+    shift = exchanges.RingExchange.shift
 
-    def watched(self: ring_exchange.RingExchange, message: Tensor, places: int, name: str) -> Any:
+    def watched(self: exchanges.RingExchange, message: Tensor, places: int, name: str) -> Any:
         transfer, kind = shift(self, message, places, name), name.split(".")[1]
         mark(f"start {kind}")
         wait = transfer.wait
@@ -234,7 +234,7 @@ def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tupl
         for name in ("tile_forward", "tile_backward"):
             setattr(module, name, _after(lambda: mark("tile"), getattr(module, name)))
     found = []
-    with patch.object(ring_exchange.RingExchange, "shift", watched):
+    with patch.object(exchanges.RingExchange, "shift", watched):
         for plan in plans:
             module = ring_module if plan.kind == "ring" else attention2d_overlap
             call = AttentionCall(AttentionMesh.of(sequence_mesh("cpu", plan.grid)), Visibility(CAUSAL, 32), 0.5)
@@ -282,8 +282,8 @@ def benchmark() -> ModuleType:
 
 def memory(group: Any, plans: list[SequencePlan], heads: tuple[int, int], gather: bool = False) -> list[Any]:
     if gather:  # a seeded fault: all blocks are kept until the last has arrived
-        blocks = ring_exchange.RingExchange.blocks
-        ring_exchange.RingExchange.blocks = lambda *arguments: iter(list(blocks(*arguments)))
+        blocks = exchanges.RingExchange.blocks
+        exchanges.RingExchange.blocks = lambda *arguments: iter(list(blocks(*arguments)))
     shape = benchmark().Shape(TOKENS * group.size(), *heads, 32)
     # With oneDNN, kernels on CPUs with AMX pack keys and values into scratch buffers, which are not the plan's.
     with torch.backends.mkldnn.flags(enabled=False):

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from rewriter import api
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
-from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.ir import Program
+from rewriter.output.manifest import GOLDEN, read_manifest
 from rewriter.passes import desync as desync_module
 from rewriter.passes import drop_sync as drop_sync_module
 from rewriter.verify.comparison import relative_error

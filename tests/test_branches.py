@@ -21,7 +21,7 @@ from rewriter import ops
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program, reachable
 from rewriter.ir.marks import marks
-from rewriter.runtime import branch as module
+from rewriter.runtime import streams as module
 from rewriter.tracing import trace
 
 BRANCHES = ("overlap", {"branches": 2})

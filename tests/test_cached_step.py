@@ -3,6 +3,7 @@ over to it; what does not fit is not used, and what is missing or was killed doe
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -22,9 +23,10 @@ from test_runtime_load import write
 from test_runtime_parallel import PROMPTS
 
 from rewriter import RewriterError
-from rewriter.runtime import Context, cached_step, compile_worker, generate, load, step_cache, step_parts
+from rewriter.runtime import Context, generate, load
 from rewriter.runtime.cache import StaticCache
-from rewriter.runtime.decode_step import compilation, decode_step
+from rewriter.runtime.generation import cached_step, compile_worker, step_cache, step_parts
+from rewriter.runtime.generation.decode_step import compilation, decode_step
 
 PROMPT, COUNT = PROMPTS[1], 24
 
@@ -285,7 +287,7 @@ def test_a_compilation_in_the_background_gives_way_with_its_session():
     group = Path("/proc/self/autogroup")
     if not group.is_file():
         pytest.skip("Linux's autogroups are not in this kernel")
-    command = f"from rewriter.runtime import compile_worker; compile_worker.give_way(); print(open('{group}').read())"
+    command = f"from {compile_worker.__name__} import give_way; give_way(); print(open('{group}').read())"
     ran = subprocess.run([sys.executable, "-c", command], start_new_session=True, capture_output=True, check=True)
     assert ran.stdout.split()[-1] == b"10"
 
@@ -302,7 +304,7 @@ def test_inductor_compiles_a_part(tmp_path):
     cos, sin = torch.randn(2, 1, 1, reference.HEAD)
     with torch.no_grad():
         call = step_parts.Call.of(part, (x, other, cos, sin, ctx))
-        assert step_parts.Call.read(json.loads(json.dumps(step_parts.said(call)))) == call
+        assert step_parts.Call.read(json.loads(json.dumps(dataclasses.asdict(call)))) == call
         program, single = compile_worker._traced(part, call)
         compile_worker._build(program, tmp_path / "part.so")
         run = torch._C._aoti.AOTIModelContainerRunnerCpu(str(tmp_path / "part.so"), 1).run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rewriter.runtime.compiler_marks import assume_constant_result, not_compiled
+from rewriter.runtime.torch_marks import assume_constant_result, not_compiled
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,8 +44,8 @@ def test_a_rank_starts_without_dynamo() -> None:
     """It takes a second to import: the runtime, and what builds an emitted module."""
     asked = """
 import sys, torch
-import rewriter.runtime.generate_worker
-from rewriter.runtime.load import _EmptyOnMeta
+import rewriter.runtime.generation.worker
+from rewriter.runtime.loading.load import _EmptyOnMeta
 with _EmptyOnMeta():
     torch.nn.Linear(4, 4), torch.nn.Embedding(4, 4), torch.nn.LayerNorm(4)
 print(*sorted({"torch._dynamo", "torch._inductor", "transformers"} & {*sys.modules}))

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from rewriter.runtime.cuda_graph import replay_of
+from rewriter.runtime.streams import replay_of
 
 
 def test_a_pass_is_captured_on_the_stream_that_warmed_it_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,24 +122,6 @@ def test_parts_fill_the_device() -> None:
     assert splits_for(200, 32768, 64, 132) == 1
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    case = make("last", torch.float32)
-    q, keys, values, *rest = case.arguments
-
-    def refused(match: str, *tensors: Any, **options: Any) -> None:
-        with pytest.raises(ValueError, match=match):
-            decode_attention(*tensors, **{**case.options, **options})
-
-    refused("one token per row", q.expand(-1, -1, 2, -1), keys, values, *rest)
-    refused(r"keys of shape \[2, 2, 300, 63\].*expected \[2, K, T, 64\]", q, keys[..., 1:], values, *rest)
-    refused("K dividing 6", q, keys[:, :1].expand(-1, 4, -1, -1), values, *rest)
-    refused(r"values of shape .*expected \[2, 2, 300\]", q, keys, values[:, :, 1:], *rest)
-    refused("torch.float32, torch.float64 and torch.float32", q, keys.double(), values, *rest)
-    refused(r"first_valid_B of shape \[3\], but expected \[2\]", q, keys, values, rest[0], torch.zeros(3).long())
-    refused(r"sinks_H of shape \[5\], but expected \[6\]", q, keys, values, *rest, sinks_H=torch.zeros(5))
-    refused("window=0", q, keys, values, *rest, window=0)
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As on a GPU, new tokens are attended without masks: the lengths T of the slots for which that was done."""

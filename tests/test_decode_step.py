@@ -17,9 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rewriter import RewriterError
 from rewriter.runtime import generate
-from rewriter.runtime.decode_step import DecodeStep, decode_step
-from rewriter.runtime.products import product
-from rewriter.runtime.sampling import Sampling
+from rewriter.runtime.compiled import product
+from rewriter.runtime.generation.decode_state import Sampling
+from rewriter.runtime.generation.decode_step import DecodeStep, decode_step
 
 STEPS = 32
 FAMILIES = [name for name in zoo.FAMILIES if name not in ("bloom", "mpt")]  # position biases have no cache
@@ -28,7 +28,7 @@ FAMILIES = [name for name in zoo.FAMILIES if name not in ("bloom", "mpt")]  # po
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """All of the cache in every step, without masks; experts by choice, and nothing captured."""
-    for room in ("decode_step", "experts"):
+    for room in ("generation.decode_step", "experts"):
         monkeypatch.setattr(sys.modules[f"rewriter.runtime.{room}"], "host_waits", lambda x: True)
     monkeypatch.setattr(sys.modules["rewriter.runtime.attention.cached"], "without_masks", lambda q: True)
     monkeypatch.setattr(DecodeStep, "_capture", lambda self: None)

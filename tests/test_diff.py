@@ -20,8 +20,8 @@ from rewriter.analysis.layer_wiring import each_layer, wired_layers
 from rewriter.cli import main
 from rewriter.convert.reopened import find_source, recorded_path
 from rewriter.convert.report import ConversionReport
-from rewriter.emit.manifest import read_manifest
 from rewriter.explain.diff.tensors import tensors_between
+from rewriter.output.manifest import read_manifest
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 from rewriter.weights import Checkpoint

@@ -14,7 +14,7 @@ import torch
 import rewriter
 from rewriter.analysis import distributed_attention
 from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
-from rewriter.runtime.attention import algorithms
+from rewriter.runtime.attention import sequence_axis
 from rewriter.runtime.attention.attention_call import RankAttention
 from rewriter.sequence.mask import visible_pairs
 from rewriter.sequence.sequence_plan import KINDS
@@ -25,7 +25,7 @@ PACKAGE = Path(rewriter.__file__).parent
 
 def test_every_kind_has_both_halves():
     kinds = set(get_args(SequenceKind))
-    assert set(KINDS) == set(distributed_attention.ALGORITHMS) == set(algorithms.ALGORITHMS) == kinds
+    assert set(KINDS) == set(distributed_attention.ALGORITHMS) == set(sequence_axis.ALGORITHMS) == kinds
 
 
 @pytest.mark.parametrize("kind", get_args(SequenceKind))
@@ -33,7 +33,7 @@ def test_a_kind_plans_and_runs(kind):
     plans = list(distributed_attention.ALGORITHMS[kind].plans(4))
     assert plans
     assert all(plan.kind == kind and plan.ranks == 4 for plan in plans)
-    for half in algorithms.ALGORITHMS[kind]:
+    for half in sequence_axis.ALGORITHMS[kind]:
         for name in ("forward", "backward"):
             wanted = list(inspect.signature(getattr(RankAttention, name)).parameters)[1:]
             assert len(inspect.signature(getattr(half, name)).parameters) == len(wanted)

@@ -229,8 +229,8 @@ def test_links_out_of_the_documentation_become_pages() -> None:
 def test_the_generated_reference_has_every_command_recipe_and_field() -> None:
     import reference
 
-    from rewriter.emit.manifest import Manifest
     from rewriter.fabric import fabrics
+    from rewriter.output.manifest import Manifest
     from rewriter.recipes.catalogue import library
 
     pages = reference.pages()

@@ -51,7 +51,7 @@ def load(model, tensors, ties):
 def compiled_tokens_on_rank(group, cases, prompts, new_tokens, backend):
     """Per case: greedy tokens by steps that are compiled, and how they were."""
     from rewriter.runtime import compile_segments, generate
-    from rewriter.runtime.decode_step import decode_step
+    from rewriter.runtime.generation.decode_step import decode_step
 
     found = []
     for source, tensors, ties in cases:
@@ -225,7 +225,7 @@ def test_positions_and_context_are_filled_in():
     """A model takes token ids alone; left padding shifts the positions of what follows it."""
     from rewriter.common.errors import RewriterError
     from rewriter.runtime import Context, StaticCache
-    from rewriter.runtime.generate import positions
+    from rewriter.runtime.generation.generate import positions
 
     sharded = program("llama")
     model = build(emit_runtime_module(sharded), shards(sharded, weights("llama"))[0], {}, None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+import attention_cases
 import pytest
 import test_expert_parallel
-import test_sequence_attention
 import test_sequence_decode
 import test_zero_comm_hooks
 import test_zero_node_local
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import zoo
+from attention_cases import Case, ring, ulysses
+from attention_cases import attention2d as grid
 from emulated import Constant, Modelled, job
 from programs import program, shards, weights
 from ranks import run_ranks
@@ -27,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.runtime import Context, generate, record_events
-from rewriter.runtime.quantized.autograd import quantized_all_reduce_start
+from rewriter.runtime.quantized.launch import quantized_all_reduce_start
 
 
 def assert_finite(found) -> None:
@@ -175,8 +177,12 @@ def test_quantized_collectives_run_in_their_threads():
     assert model.kinds.count("send") >= 2 * 2 * 3 * 2
 
 
+ATTENTION = [
+    Case(plan, (8, 4), 30, padding=3, documents=(10, 20))
+    for plan in (grid(1, 2, 2), grid(2, 1, 2), grid(1, 2, 2, overlap=True), ring(4), ulysses(4))
+]
 PROGRAMS = {
-    "attention over a sequence": (test_sequence_attention.call_functions,),
+    "attention over a sequence": (attention_cases.on_rank, ATTENTION),
     "decoding from a dealt cache": (test_sequence_decode.decoded, list(test_sequence_decode.PLANS.values())[:1]),
     "ZeRO stages": (test_zero_stages.everything,),
 }

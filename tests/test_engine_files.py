@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from rewriter import api
 from rewriter.common.errors import VerificationError
 from rewriter.convert.rewritten_source import open_output, write_source
-from rewriter.emit.manifest import FORMER_GOLDEN, GOLDEN, MANIFEST, read_manifest
+from rewriter.output.manifest import FORMER_GOLDEN, GOLDEN, read_manifest
+from rewriter.output.names import MANIFEST
 from rewriter.weights import Checkpoint
 
 INDEX = "model.safetensors.index.json"

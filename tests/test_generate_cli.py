@@ -12,7 +12,7 @@ from fake_api import installed
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.text_stream import Generation
+from rewriter.runtime.generation.text_stream import Generation
 
 SAID = [{"role": "user", "content": "hi"}]
 GENERATE = {

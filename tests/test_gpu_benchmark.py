@@ -145,7 +145,7 @@ def staged(group: Any, benchmarks: str) -> tuple[list[int], list[float], bool, b
     sys.path.insert(0, benchmarks)
     import gpu_rank
 
-    from rewriter.runtime import exchange
+    from rewriter.runtime.collectives import exchange
 
     rank = group.rank()
     gpu_rank.stage()
@@ -170,7 +170,7 @@ def test_messages_of_ranks_that_share_a_gpu_travel_as_copies() -> None:
 def test_a_gather_that_loses_bytes_fails_its_row(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_runtime
 
-    from rewriter.runtime import exchange
+    from rewriter.runtime.collectives import exchange
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed import fake_pg
 import rewriter as rw
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.fabric import Call, load_fabric
-from rewriter.runtime.cuda_graph import why_not_captured
-from rewriter.runtime.load import build
+from rewriter.runtime.loading.load import build
+from rewriter.runtime.streams import why_not_captured
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -252,8 +252,8 @@ def test_a_step_that_goes_other_ways_fails(scale: Any, monkeypatch: pytest.Monke
     import gpu_decode_step
     from gpu_runtime import models
 
-    from rewriter.runtime.decode_step import DecodeStep
-    from rewriter.runtime.sampling import Sampling
+    from rewriter.runtime.generation.decode_state import Sampling
+    from rewriter.runtime.generation.decode_step import DecodeStep
 
     model = models(scale, torch.float32)[1]
 

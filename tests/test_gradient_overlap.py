@@ -11,8 +11,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from rewriter.runtime import Context, copy_to_group, mark, record_events
+from rewriter.runtime import Context, mark, record_events
 from rewriter.runtime import load as load_rank
+from rewriter.runtime.collectives.gradients import copy_to_group
 from rewriter.training import shard_parameters
 
 

@@ -16,8 +16,8 @@ from test_runtime_parallel import PROMPTS, build
 
 from rewriter.ops import SequencePlan
 from rewriter.runtime import SequenceCache, SlotSpec, generate
+from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import NEVER
-from rewriter.runtime.sequence_axis import Shards
 from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
@@ -49,7 +49,7 @@ OPTIONS = {
 
 def reads_of(group, weights, poll):
     """Per option: what a generation of 4 tokens reads, what one of 24 does, and its tokens."""
-    sys.modules["rewriter.runtime.generate"].tokens_between_polls = lambda device: poll
+    sys.modules["rewriter.runtime.generation.generate"].tokens_between_polls = lambda device: poll
     model, found = build(group, weights), {}
     for name, options in OPTIONS.items():
         rows = []
@@ -78,7 +78,7 @@ def test_polls_change_no_tokens():
 
 
 def ended(group, weights, poll):
-    sys.modules["rewriter.runtime.generate"].tokens_between_polls = lambda device: poll
+    sys.modules["rewriter.runtime.generation.generate"].tokens_between_polls = lambda device: poll
     model = build(group, weights)
     whole = generate(model, PROMPTS[:2], 24)
     return generate(model, PROMPTS[:2], 24, eos_token_ids=[whole[0][1], whole[1][2]])

@@ -19,7 +19,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program
 from rewriter.passes.ladder import Ladder
-from rewriter.runtime.generate import generate
+from rewriter.runtime.generation.generate import generate
 from rewriter.tracing import trace
 from rewriter.verify.simulate import load_weights, simulate
 

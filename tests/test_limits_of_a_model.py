@@ -16,8 +16,8 @@ from rewriter.adapt.self_written import self_written
 from rewriter.analysis.absolute_positions import position_table
 from rewriter.api import convert
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.generate import generate
-from rewriter.runtime.load import load
+from rewriter.runtime.generation.generate import generate
+from rewriter.runtime.loading.load import load
 from rewriter.search.texts import text_for
 from rewriter.verify.drift import calibration_tokens
 

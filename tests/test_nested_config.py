@@ -17,7 +17,7 @@ from rewriter import api
 from rewriter.common.text_settings import context_length, declared_dtype, stream_width, vocabulary_size
 from rewriter.convert.rewritten_source import complete_config
 from rewriter.emit.end_tokens import end_tokens, not_applied
-from rewriter.emit.manifest import read_manifest
+from rewriter.output.manifest import read_manifest
 from rewriter.verify.plain_model import plain_model
 
 GEMMA = AutoConfig.for_model(

@@ -23,9 +23,9 @@ from rewriter import api, ops
 from rewriter.common.cache_names import cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_as_wired, emit_huggingface
-from rewriter.emit.manifest import read_manifest
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
+from rewriter.output.manifest import read_manifest
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions

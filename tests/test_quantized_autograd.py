@@ -15,38 +15,25 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
 
-from rewriter.runtime import all_reduce_start, all_reduce_wait, exchange, mark, process_groups, record_events
+from rewriter.runtime import all_reduce_start, all_reduce_wait, mark, record_events
+from rewriter.runtime.collectives import exchange, process_groups
 from rewriter.runtime.quantized import topology
-from rewriter.runtime.quantized.autograd import (
-    quantized_all_gather,
-    quantized_all_reduce,
-    quantized_all_reduce_start,
-    quantized_all_to_all,
-    quantized_reduce_scatter,
-)
+from rewriter.runtime.quantized.launch import quantized_all_reduce, quantized_all_reduce_start
 from rewriter.training.zero.nodes import node_groups
 
 
-def used(x: Tensor, where) -> dict[str, Tensor]:
-    """Each function once, on a transposed tensor of 5 × 8."""
-    return {
-        "all_reduce": quantized_all_reduce(x.T, where, format="int8", stages=2),
-        "reduce_scatter": quantized_reduce_scatter(x.T, where, format="int8"),
-        "reduce_scatter -1": quantized_reduce_scatter(x.T, where, format="int8", dim=-1),
-        "all_gather": quantized_all_gather(x.T, where, format="int8", dim=1),
-        "all_to_all": quantized_all_to_all(x.T, where, format="int8", split_dim=1, concat_dim=0),
-    }
+def used(x: Tensor, where) -> Tensor:
+    """The sum of a transposed tensor of 5 × 8."""
+    return quantized_all_reduce(x.T, where, format="int8", stages=2)
 
 
 def functions(group):
-    """Results, what backward gives for gradients that differ by rank, and whether a graph of one node for each gives
-    the same bits."""
+    """The sum, what backward gives for a gradient that differs by rank, and whether a graph gives the same bits with
+    one node."""
     where, rank = place(group, (2, 2)), group.rank()
     x = numbers(rank, 8, 5).requires_grad_()
-    results, gradients = used(x, where), {}
-    for name, y in results.items():
-        g = numbers(10 + rank, *y.shape)
-        gradients[name] = g, *torch.autograd.grad(y, x, g)
+    y, g = used(x, where), numbers(10 + rank, 5, 8)
+    (gradient,) = torch.autograd.grad(y, x, g)
     graphs = []
 
     def backend(graph, inputs):
@@ -54,58 +41,29 @@ def functions(group):
         return aot_eager(graph, inputs)
 
     compiled = torch.compile(lambda x: used(x, where), fullgraph=True, backend=backend)(x)
-    (again,) = torch.autograd.grad(list(compiled.values()), x, [gradients[name][0] for name in compiled])
-    same = all(torch.equal(compiled[name], y) for name, y in results.items())
-    same &= torch.allclose(again, sum(gradient for _, gradient in gradients.values()))
+    (again,) = torch.autograd.grad(compiled, x, g)
+    same = torch.equal(compiled, y) and torch.equal(again, gradient)
     nodes = sum(str(node.target).startswith("rewriter.quantized") for node in graphs[0].graph.nodes)
-    return {n: y.detach() for n, y in results.items()}, gradients, same, nodes
+    return y.detach(), torch.equal(gradient.T, g), same, nodes
 
 
-def test_functions_their_gradients_and_graphs():
-    grid, found = Oracle(2, 2, "int8", "int8"), launched()[0]
-    xs = [numbers(rank, 8, 5).T for rank in range(4)]  # 5 × 8
-    rows = [torch.cat([x, x.new_zeros(3, 8)]).view(4, 16) for x in xs]  # shards of 2, 2, 1 and 0 rows
-    columns = [torch.stack(x.chunk(4, 1)).flatten(1) for x in xs]
-    for rank, (results, gradients, same, nodes) in enumerate(found):
-        have = (2, 2, 1, 0)[rank]
-        expected = {
-            "all_reduce": grid.all_reduce([x.contiguous() for x in xs]),
-            "reduce_scatter": grid.reduced([r[rank] for r in rows], rank).view(2, 8)[:have],
-            "reduce_scatter -1": grid.reduced([c[rank] for c in columns], rank).view(5, 2),
-            "all_gather": torch.cat(list(grid.all_gather([x.contiguous() for x in xs])), 1),
-            "all_to_all": grid.all_to_all(columns, rank).view(20, 2),
-        }
-        for name, y in expected.items():
-            assert results[name].shape == y.shape, name
-            assert results[name].is_contiguous(), name
-            assert differing(results[name], y) <= 0.03, (name, rank)  # of 40 elements, one may lie on a tie
-
-        def sent_back(name: str) -> list[Tensor]:
-            return [gradients[name][0] for _, gradients, _, _ in found]
-
-        shards = [torch.cat([g, g.new_zeros(2 - g.shape[0], 8)]).flatten() for g in sent_back("reduce_scatter")]
-        parts = [g.view(4, 10) for g in sent_back("all_to_all")]
-        backward = {
-            "all_reduce": gradients["all_reduce"][0].double(),
-            "reduce_scatter": grid.all_gather(shards).view(8, 8)[:5],
-            "reduce_scatter -1": torch.cat(
-                [g.view(5, 2) for g in grid.all_gather([g.flatten() for g in sent_back("reduce_scatter -1")])], 1
-            ),
-            "all_gather": gradients["all_gather"][0].chunk(4, 1)[rank].double(),
-            "all_to_all": torch.cat([g.view(5, 2) for g in grid.all_to_all(parts, rank)], 1),
-        }
-        for name, g in backward.items():
-            assert differing(gradients[name][1].T, g) <= 0.03, (name, rank)
+def test_the_sum_its_gradient_and_its_graph():
+    expected = Oracle(2, 2, "int8", "int8").all_reduce([numbers(rank, 8, 5).T.contiguous() for rank in range(4)])
+    for y, identity, same, nodes in launched()[0]:
+        assert y.shape == expected.shape
+        assert y.is_contiguous()
+        assert differing(y, expected) <= 0.03  # of 40 elements, one may lie on a tie
+        assert identity
         assert same
-        assert nodes == len(results)
+        assert nodes == 1
 
 
 def test_one_rank_needs_no_process_group():
     x = numbers(0, 300).requires_grad_()
-    for y in used(x.view(60, 5), None).values():
-        assert torch.equal(y, x.view(60, 5).T)
-        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        assert torch.equal(gradient, torch.ones(300))
+    y = used(x.view(60, 5), None)
+    assert torch.equal(y, x.view(60, 5).T)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, torch.ones(300))
 
 
 def everything(group):
@@ -150,7 +108,7 @@ def early(group):
         "leaf": leaves == [first],
         "timeout": timeouts(group),
         "groups": groups_made(first, mesh) == [1, 0, 0],
-        "backward": backward_groups(first) == [True],
+        "apart": groups_used(first) == [True, True, False, False],
     }
 
 
@@ -173,15 +131,15 @@ def timeouts(group):
     ] == [47] * 4
 
 
-def backward_groups(x):
-    """Whether two groups of the same ranks are kept apart: which of them backward runs on."""
+def groups_used(x):
+    """Whether two groups of the same ranks are kept apart: which of them messages travel in."""
     first, second = (dist.new_group(list(range(4))) for _ in range(2))
-    on_first, _ = (quantized_reduce_scatter(x, group, format="int8") for group in (first, second))
     used = []
     with pytest.MonkeyPatch.context() as patch:
         start = exchange._start
         patch.setattr(exchange, "_start", lambda *args: used.append(args[2] is first) or start(*args))
-        on_first.sum().backward()
+        for group in (first, second):
+            quantized_all_reduce(x, group, format="int8")
     return used
 
 

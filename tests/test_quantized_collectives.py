@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rewriter.kernels import slice_length
 from rewriter.runtime import mark, record_events
-from rewriter.runtime.quantized.launch import all_gather_start, all_to_all_start, reduce_scatter_start
+from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 
 
@@ -57,8 +57,8 @@ def cases_of(nodes: int, local: int) -> tuple[Case, ...]:
     return TWO_HOPS if nodes > 1 and local > 1 else ONE_HOP
 
 
-def four(group, grids):
-    """All four collectives: at once and started early, the bytes sent and received by axis."""
+def three(group, grids):
+    """All three collectives: at once and started early, the bytes sent and received by axis."""
     return [on_grid(place(group, shape), group.rank(), nodes, local) for shape, nodes, local in grids]
 
 
@@ -73,7 +73,6 @@ def on_grid(where, rank, nodes, local):
                 reduce_scatter_start, parts, where, case.formats, factor=0.5, dtype=torch.float32, stages=case.stages
             ),
             "all_gather": partial(all_gather_start, x, where, case.formats, dtype=torch.float32, stages=case.stages),
-            "all_to_all": partial(all_to_all_start, parts, where, case.formats),
         }
         results: dict[str, tuple[Tensor, Tensor, Any, Any]] = {}
         for name, start in started.items():
@@ -93,7 +92,7 @@ def on_grid(where, rank, nodes, local):
 def everything(group):
     """What the tests of this module look at, of one launch."""
     dist.new_group([0])  # ranks belong to different numbers of groups, of which torch makes the names of new ones
-    return four(group, LAUNCHES[group.size()]), chunked(group) if group.size() == 4 else None
+    return three(group, LAUNCHES[group.size()]), chunked(group) if group.size() == 4 else None
 
 
 @cache
@@ -118,14 +117,12 @@ def compare(by_rank, nodes, local):
                 "all_reduce": oracle.all_reduce(list(xs)),
                 "reduce_scatter": oracle.reduced([p[rank] for p in parts], rank) * 0.5,
                 "all_gather": oracle.all_gather(list(xs)),
-                "all_to_all": oracle.all_to_all(list(parts), rank),
             }
             size = slice_length(case.n, nodes * local, case.formats)
             predicted = {
                 "all_reduce": oracle.bytes(size, case.stages, True, True),
                 "reduce_scatter": oracle.bytes(case.n, case.stages, True, False),
                 "all_gather": oracle.bytes(case.n, case.stages, False, True),
-                "all_to_all": oracle.exchanged(case.n),
             }
             for name, (now, later, sent_bytes, received_bytes) in result.items():
                 assert now.shape == expected[name].shape, (case, name)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert.conversion import convert
-from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.explain.inspection import inspect
+from rewriter.output.manifest import GOLDEN, read_manifest
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import check_bound
 from rewriter.verify.comparison import Verification

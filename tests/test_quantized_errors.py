@@ -16,18 +16,16 @@ from quantized_oracle import numbers, place, relative
 from ranks import refusal, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from rewriter.runtime import all_reduce_wait, interruption
-from rewriter.runtime.exchange import Transfer
+from rewriter.runtime import all_reduce_wait
+from rewriter.runtime.collectives import exchange
+from rewriter.runtime.collectives.exchange import Transfer
 from rewriter.runtime.quantized import schedule_worker, schedules
-from rewriter.runtime.quantized.autograd import (
-    quantized_all_gather,
+from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
+from rewriter.runtime.quantized.launch import (
     quantized_all_reduce,
     quantized_all_reduce_start,
-    quantized_all_to_all,
-    quantized_reduce_scatter,
+    reduce_scatter_start,
 )
-from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
-from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 
 
 def broken(group):
@@ -43,7 +41,7 @@ def broken(group):
         raise RuntimeError("the link is down")
 
     for way, start in ways.items():
-        interruption._interrupted.clear()
+        exchange._interrupted.clear()
         waited(start())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(schedules.Summands, "total", fails)
@@ -72,17 +70,11 @@ def odd(group):
         "format": lambda: quantized_all_reduce(x, group, format="int5", name="mlp"),
         "hops": lambda: quantized_all_reduce(x, group, format="int8/int4"),
         "dtype": lambda: quantized_all_reduce_start(x.double(), group, format="int8"),
-        "integers": lambda: quantized_all_gather(x.int(), group, format="int8"),
+        "integers": lambda: quantized_all_reduce(x.int(), group, format="int8"),
         "mesh": lambda: quantized_all_reduce(x, cube, format="int8"),
         "ranks": lambda: quantized_all_reduce(x, 2, format="int8"),
         "stages": lambda: quantized_all_reduce(x, group, format="int8", stages=0),
         "divide": lambda: reduce_scatter_start(x[:699], group, "int8"),
-        "out": lambda: all_gather_start(x, group, "int8", dtype=x.dtype, out=x),
-        "size": lambda: quantized_all_gather(x, group, format="int8", size=1000),
-        "parts": lambda: quantized_all_to_all(x[:699], group, format="int8"),
-        "no dimension": lambda: quantized_all_gather(x[0], group, format="int8", name="scale"),
-        "one dimension": lambda: quantized_reduce_scatter(x, group, format="int8", dim=-2),
-        "two dimensions": lambda: quantized_all_to_all(x[None], group, format="int8", concat_dim=2),
     }
     messages = {name: refusal(call) for name, call in wrong.items()}
     return found, messages, ended_in_a_fork(), broken(group)
@@ -123,17 +115,11 @@ def test_what_is_not_finite_and_what_cannot_be_done():
             "format": "quantized_all_reduce mlp: format 'int5': expected one of int8, ",
             "hops": '"int8/int4" is a format inside nodes and one between them, but there is one group of 2 ranks',
             "dtype": "quantized_all_reduce: x is torch.float64, expected bfloat16, float16 or float32",
-            "integers": "quantized_all_gather: x is torch.int32",
+            "integers": "quantized_all_reduce: x is torch.int32",
             "mesh": "a mesh of 3 dimensions (a 1, b 2, c 1)",
             "ranks": "expected a ProcessGroup or a DeviceMesh, not int",
             "stages": "stages=0, expected at least 1",
             "divide": "699 elements do not divide by 2 ranks",
-            "out": "out is torch.float32 [700], expected contiguous torch.float32 of 2 × 700 elements",
-            "size": "has 700, expected 500",
-            "parts": "dimension 0 does not divide by 2 ranks",
-            "no dimension": "quantized_all_gather scale: x [] has no dimension 0",
-            "one dimension": "quantized_reduce_scatter: x [700] has no dimension -2",
-            "two dimensions": "quantized_all_to_all: x [1, 700] has no dimension 2",
         }.items():
             assert words in messages[name], name
 

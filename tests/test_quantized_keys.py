@@ -40,9 +40,9 @@ from rewriter.kernels import (
 )
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import ring as ring_module
-from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime.attention.attention_call import QuantizedKV
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.quantized_kv import QuantizedKV
+from rewriter.runtime.attention.sequence_axis import register
 
 # --- vectors ---
 

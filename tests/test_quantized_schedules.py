@@ -13,7 +13,7 @@ from quantized_oracle import relative
 from torch import Tensor
 
 from rewriter.kernels import dequantize, quantize
-from rewriter.runtime.exchange import Transfer
+from rewriter.runtime.collectives.exchange import Transfer
 from rewriter.runtime.quantized import schedules
 from rewriter.runtime.quantized.topology import Topology
 

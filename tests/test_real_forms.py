@@ -24,7 +24,7 @@ from rewriter import RewriterError, api
 from rewriter.convert.conversion import convert
 from rewriter.convert.reshard import reshard
 from rewriter.runtime.context import Context
-from rewriter.runtime.load import load
+from rewriter.runtime.loading.load import load
 from rewriter.tracing import trace
 from rewriter.verify.comparison import Verification
 from rewriter.verify.real_ranks import compare_ranks

@@ -27,12 +27,12 @@ from rewriter.runtime import (
     all_reduce,
     all_reduce_start,
     all_reduce_wait,
-    copy_to_group,
     experts,
     once,
     share,
     shared_gradient,
 )
+from rewriter.runtime.collectives.gradients import copy_to_group
 
 
 def each_once(group):
@@ -289,8 +289,6 @@ def test_tools_find_the_layers_by_class():
     assert isinstance(RowParallelLinear(2, 4), nn.Linear)
     assert isinstance(VocabParallelEmbedding(4, 2), nn.Embedding)
     assert dict(Conv1D(3, 5).named_parameters())["weight"].shape == (3, 5)
-    with pytest.raises(RewriterError, match="hold 3 rows, expected 4"):
-        ColumnParallelLinear(4, 4, shared=Shared(8, ((0, 2), (1, 2)), None))
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", "tanh"])
@@ -324,18 +322,6 @@ def test_experts_equal_their_specification(act):
         y.square().sum().backward()
     torch.testing.assert_close([t.grad for t in ours], [t.grad for t in theirs], rtol=1e-4, atol=1e-4)
     assert not ours[2].grad[4].any()
-
-
-def test_experts_name_an_unknown_activation():
-    with pytest.raises(RewriterError, match="'swish' is unknown, expected one of gelu"):
-        experts(
-            torch.ones(1, 2),
-            torch.zeros(1, 1, dtype=torch.long),
-            torch.ones(1, 1),
-            torch.ones(1, 2, 2),
-            torch.ones(1, 2, 1),
-            act="swish",
-        )
 
 
 def test_a_model_with_dropout_refuses_to_train():

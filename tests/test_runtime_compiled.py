@@ -10,8 +10,9 @@ from ranks import run_ranks
 from test_runtime_parallel import PROMPTS, build
 from torch._dynamo.utils import counters
 
-from rewriter.runtime import Context, all_reduce, compile_segments, generate, products
-from rewriter.runtime.decode_step import decode_step
+from rewriter.runtime import Context, all_reduce, compile_segments, generate
+from rewriter.runtime import compiled as segments
+from rewriter.runtime.generation.decode_step import decode_step
 
 
 @pytest.fixture(autouse=True)
@@ -108,9 +109,9 @@ def test_a_step_that_is_no_one_graph_keeps_its_segments_and_says_why():
 
 
 def test_products_of_one_row_become_reductions(monkeypatch):
-    monkeypatch.setattr(products, "product", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight)))
+    monkeypatch.setattr(segments, "product", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight)))
     linear = torch.nn.Linear(3, 5)
-    compiled = torch.compile(linear, backend=products.with_reductions("eager"))
+    compiled = torch.compile(linear, backend=segments.with_reductions("eager"))
     with torch.no_grad():
         assert not compiled(torch.ones(1, 3)).any()
         assert torch.equal(compiled(torch.ones(2, 3)), linear(torch.ones(2, 3)))

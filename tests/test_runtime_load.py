@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from rewriter import RewriterError
 from rewriter.runtime import Context, load
-from rewriter.runtime.generate_worker import launch
-from rewriter.runtime.load import rank_device
+from rewriter.runtime.generation.worker import launch
+from rewriter.runtime.loading.load import rank_device
 
 PROMPTS = [[5, 9, 33], [60, 2, 17, 40, 8]]
 
@@ -104,6 +104,12 @@ def test_names_and_shapes_are_checked_both_ways(tmp_path):
         RewriterError, match=r"unknown extra; model.norm.weight has shape \[31\], the module expects \[32\]"
     ):
         load(tmp_path)
+
+
+def test_padding_of_other_rows_is_refused(tmp_path):
+    model, ids = load(write(tmp_path, 1)), torch.tensor([PROMPTS[0]])
+    with pytest.raises(RewriterError, match=r"first_valid \[2\]: expected the padding of each row, \[1\]"):
+        model(ids, ctx=Context(first_valid=torch.zeros(2, dtype=torch.int64)))
 
 
 def manifest(root, change):

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rewriter import RewriterError
 from rewriter.runtime import Context, generate, record_events
-from rewriter.runtime.generate import left_pad, positions
-from rewriter.runtime.sampling import cut
+from rewriter.runtime.generation.decode_state import cut
+from rewriter.runtime.generation.generate import left_pad, positions
 
 LAYERS, LADDER_FROM = runtime_qwen.LAYERS, runtime_qwen.LADDER_FROM
 PROMPTS = [[5, 9, 33], [60, 2, 17, 40, 8, 21, 3, 3, 50], [7], [11, 12, 13, 14, 15, 16]]

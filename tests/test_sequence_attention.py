@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
-import unittest.mock
 from typing import Any
 
 import pytest
@@ -19,10 +17,10 @@ from attention_cases import (
     PLANS,
     RANKS,
     Case,
+    attention_on,
     chosen,
     on_rank,
     possible,
-    reference,
     relative,
     ring,
     run_cases,
@@ -36,12 +34,12 @@ from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.distributed_attention import impossible
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime import exchange, record_events, sequence_mesh
-from rewriter.runtime.attention import attention2d, mesh_functions, ring_attention, tiles, ulysses_attention
-from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime import record_events, sequence_mesh
+from rewriter.runtime.attention import tiles
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_op import check_heads, sequence_attention
-from rewriter.sequence.token_layout import join_tokens, take_tokens
+from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.runtime.collectives import exchange
 
 
 def too_far(outcomes: Any) -> dict[str, dict[str, str]]:
@@ -118,83 +116,7 @@ def test_backward_keeps_q_k_v_o_and_lse_of_local_tokens(ranks):
         assert outcome.saved == [expected] * ranks, case.name
 
 
-# --- the functions, with a mesh, and compiled ---
-
-
-def call_functions(group):
-    """Each function once on its kind of mesh: own o and dq by name."""
-    meshes = {
-        "grid": sequence_mesh("cpu", (1, 2, 2)),
-        "heads": sequence_mesh("cpu", (2, 1, 2)),
-        "line": torch.distributed.init_device_mesh("cpu", (4,)),
-    }
-    case = Case(grid(1, 1, 1), (8, 4), 30, dtype=torch.float64, padding=3, documents=(10, 20))
-    masked = {"first_valid": case.first_valid, "segment_ids": case.segments, "length": 30}
-    calls = {
-        "grid": (attention2d, "grid", "cyclic", masked),
-        "heads": (attention2d, "heads", "cyclic", masked),
-        "line": (attention2d, "line", "cyclic", masked),
-        "overlap": (attention2d, "grid", "cyclic", {**masked, "overlap": True}),
-        "ring": (ring_attention, "line", "zigzag", masked),
-        "ulysses": (ulysses_attention, "line", "cyclic", masked),
-        "window": (attention2d, "grid", "cyclic", {"window": 5, "scale": 0.5, "length": 30}),
-        "full": (ulysses_attention, "line", "cyclic", {"causal": False}),
-        **{
-            f"{name} int4": (function, mesh, layout, {**masked, "quantized": "int4@16"})
-            for name, function, mesh, layout in (
-                ("grid", attention2d, "grid", "cyclic"),
-                ("ring", ring_attention, "line", "zigzag"),
-                ("ulysses", ulysses_attention, "line", "cyclic"),
-            )
-        },
-    }
-    found = {}
-    for name, (function, mesh, layout, options) in calls.items():
-        x = {n: t if "length" in options else t[:, :, :28] for n, t in case.inputs().items()}
-        own = {n: take_tokens(t, 2, layout, group.rank(), 4) for n, t in x.items()}
-        do = own.pop("do")
-        q, k, v = (t.requires_grad_() for t in own.values())
-        o = function(q, k, v, meshes[mesh], **options)
-        found[name] = o.detach(), torch.autograd.grad(o, q, do)[0]
-    x = torch.zeros(1, 4, 8, 8)
-    with record_events() as events:
-        for function, mesh, options, message in (
-            (ring_attention, "grid", {}, r"ring: grid \[1, 2, 2\]: a ring of 4 has the grid \[1, 4, 1\]"),
-            (ulysses_attention, "grid", {}, r"ulysses: grid \[1, 2, 2\]: Ulysses on 4 has the grid \[4, 1, 1\]"),
-            (attention2d, "grid", {"window": 3, "causal": False}, "attention2d: window=3 without causal"),
-            (ring_attention, "line", {"window": 0}, "ring_attention: window=0; expected at least 1"),
-            (ulysses_attention, "line", {"quantized": "int5"}, "format 'int5': expected one of int8"),
-        ):
-            with pytest.raises(RewriterError, match=message):
-                function(x, x, x, meshes[mesh], **options)
-    assert not events
-    return found
-
-
-def test_the_functions_take_a_mesh_and_every_option_and_refuse_what_does_not_fit():
-    masked = Case(grid(1, 1, 1), (8, 4), 30, dtype=torch.float64, padding=3, documents=(10, 20))
-    found = run_ranks(call_functions, 4)
-    for name in ("grid", "heads", "line", "overlap", "ring", "ulysses"):
-        for index, tensor in enumerate(("o", "dq")):
-            layout = "zigzag" if name == "ring" else "cyclic"
-            joined = join_tokens([rank[name][index] for rank in found], 2, layout, 30)
-            assert relative(joined, reference(masked)[tensor]) < 1e-13, (name, tensor)
-    quantized = {
-        name: [join_tokens([rank[f"{name} int4"][index] for rank in found], 2, layout, 30) for index in range(2)]
-        for name, layout in (("grid", "cyclic"), ("ring", "zigzag"), ("ulysses", "cyclic"))
-    }
-    for index, tensor in enumerate(("o", "dq")):  # one function on every grid, and another than the exact one
-        assert relative(quantized["grid"][index], reference(masked)[tensor]) > 1e-2
-        for name in ("ring", "ulysses"):
-            assert relative(quantized[name][index], quantized["grid"][index]) < 1e-13, (name, tensor)
-    x = masked.inputs()
-    t = torch.arange(30)
-    near = (t[None] <= t[:, None]) & (t[:, None] - t[None] < 5)
-    for name, length, seen, scale in (("window", 30, near, 0.5), ("full", 28, near[:28, :28] | True, 0.25)):
-        q, k, v = (x[n][:, :, :length].repeat_interleave(1 if n == "q" else 2, 1) for n in "qkv")
-        weights = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf).softmax(-1)
-        joined = join_tokens([rank[name][0] for rank in found], 2, "cyclic", length)
-        assert relative(joined, weights @ v) < 1e-13, name
+# --- the operator, compiled and by itself ---
 
 
 def compiled(group, backend):
@@ -203,10 +125,10 @@ def compiled(group, backend):
     for sizes in ((1, 2, 2), (2, 2, 1)):
         torch._dynamo.reset()
         counters.clear()
-        mesh = sequence_mesh("cpu", sizes)
+        attend = attention_on(sequence_mesh("cpu", sizes), grid(*sizes))
 
-        def layer(q, k, v, mesh=mesh):
-            return attention2d(q * 2, k * 2, v * 2, mesh).sin()
+        def layer(q, k, v, attend=attend):
+            return attend(q * 2, k * 2, v * 2).sin()
 
         fast = torch.compile(layer, fullgraph=True, backend=backend)
         for tokens in (6, 9):
@@ -257,56 +179,31 @@ def lonely(plan: SequencePlan) -> str:
     return register(plan, AttentionMesh(heads, rows, columns, 0, 0, 0, tuple(range(rows * columns)), None, None, None))
 
 
-def attend(plan, q=(1, 9, 4, 8), k=(1, 3, 4, 8), v=(1, 3, 4, 8), dtypes=(torch.float32,) * 3, **options):
-    tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in zip((q, k, v), dtypes, strict=True)]
-    return sequence_attention(*tensors, lonely(plan), **{"mask": CAUSAL, "scale": 1.0, "length": 15, **options})
+def attend(dtype=torch.float32, key=None, **options):
+    x = torch.zeros(1, 2, 4, 8, dtype=dtype)
+    key = lonely(grid(1, 2, 2)) if key is None else key
+    return sequence_attention(x, x, x, key, **{"mask": CAUSAL, "scale": 1.0, "length": 15, **options})
 
 
-REFUSED = {
-    "query heads": ({"plan": grid(2, 3, 1)}, "9 query heads do not divide by heads=2: choose a grid with heads 1 or 3"),
-    "no heads but one": ({"plan": ulysses(4)}, "9 query heads do not divide by heads=4: choose a grid with heads 1$"),
-    "key heads": (
-        {"plan": grid(2, 2, 1), "q": (1, 12, 4, 8)},
-        "3 key/value heads do not divide by heads=2: choose a grid with heads 1$",
-    ),
-    "groups": ({"q": (1, 8, 4, 8)}, "8 query heads do not divide by 3 key/value heads"),
-    "length": ({"length": 17}, "17 tokens on 4 ranks are 5 on each, padding included, but q has 4"),
-    "dimensions": ({"q": (9, 4, 8)}, r"q \[9, 4, 8\].* expected \[batch, heads, tokens, head size\]"),
-    "tokens": ({"k": (1, 3, 5, 8)}, "expected equal batches and local tokens"),
-    "values": ({"v": (1, 9, 4, 8)}, "k and v of as many heads"),
-    "dtypes": ({"dtypes": (torch.float32, torch.bfloat16, torch.float32)}, "k torch.bfloat16.* one floating dtype"),
-    "first_valid": ({"first_valid": torch.zeros(2)}, r"first_valid \[2\]; expected one position a row, \[1\]"),
-    "segments": ({"segment_ids": torch.zeros(1, 4)}, r"segment_ids \[1, 4\]; expected .* \[1, 15\]"),
-    "sinks": ({"sinks": torch.zeros(3)}, r"sinks \[3\]; expected one a query head, \[9\]"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_by_name_before_anything_is_sent(options, message):
-    with record_events() as events, pytest.raises(RewriterError, match=message):
-        attend(**{"plan": grid(1, 2, 2), **options})
+def test_what_cannot_be_is_refused_by_name_before_anything_is_sent():
+    with record_events() as events, pytest.raises(RewriterError, match="'nobody' is not registered"):
+        attend(key="nobody")
     assert not events
 
 
-def test_a_plan_of_another_grid_than_the_mesh_and_an_unknown_key_are_refused():
+def test_a_plan_of_another_grid_than_the_mesh_and_an_unknown_format_are_refused():
     alone = AttentionMesh(1, 1, 1, 0, 0, 0, (0,), None, None, None)
     with pytest.raises(RewriterError, match=r"the mesh is a grid of \[1, 1, 1\]"):
         register(grid(1, 2, 2), alone)
-    x = torch.zeros(1, 1, 1, 1)
-    with pytest.raises(RewriterError, match="'nobody' is not registered"):
-        sequence_attention(x, x, x, "nobody", mask=CAUSAL, scale=1.0, length=1)
+    with pytest.raises(RewriterError, match="format 'int5': expected one of int8"):
+        register(dataclasses.replace(grid(1, 1, 1), quantized="int5"), alone)
 
 
 @pytest.mark.parametrize("heads", [*HEADS, (32, 8), (12, 3), (8, 1)], ids=lambda h: f"{h[0]}-{h[1]}")
 def test_the_planner_plans_what_runs(heads):
-    """Its reasons and these refusals name the same heads and grids."""
     for h in range(1, 13):
-        plan, refused = grid(h, 2, 1), False
-        try:
-            check_heads(plan, *heads)
-        except RewriterError:
-            refused = True
-        assert refused == (impossible(plan, AttentionShape(*heads, 8, 8)) is not None), plan
+        plan = grid(h, 2, 1)
+        assert (impossible(plan, AttentionShape(*heads, 8, 8)) is None) == possible(plan, heads), plan
 
 
 def test_a_message_holds_tensors_of_any_strides_rounded_and_in_order() -> None:
@@ -358,22 +255,3 @@ def test_kernels_read_at_multiples_of_16_bytes():
     for found in run_ranks(addresses, 4):
         assert found
         assert not any(found)
-
-
-def looked_up(group):
-    """Whether three calls on a mesh and one on a mesh that equals it make a grid each; how many are kept afterwards."""
-    made, of = [], AttentionMesh.of
-    with unittest.mock.patch.object(AttentionMesh, "of", lambda mesh: made.append(id(mesh)) or of(mesh)):
-        meshes = [torch.distributed.init_device_mesh("cpu", (2,)) for _ in range(2)]
-        x = torch.zeros(1, 2, 4, 8)
-        for mesh in (meshes[0], meshes[0], meshes[1], meshes[0]):
-            attention2d(x, x, x, mesh)
-    once_each = made == [id(mesh) for mesh in meshes]
-    del mesh, meshes
-    gc.collect()
-    return once_each, len(mesh_functions._attention_mesh.found)
-
-
-def test_a_mesh_is_looked_up_once_and_by_what_it_is():
-    """An equal one may have other process groups."""
-    assert run_ranks(looked_up, 2) == [(True, 0)] * 2

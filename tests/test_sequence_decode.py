@@ -12,8 +12,8 @@ from ranks import run_ranks
 from rewriter import RewriterError
 from rewriter.ops import SequencePlan
 from rewriter.runtime import Context, MaskSpec, SequenceAxis, SequenceCache, SlotSpec, StaticCache, attention
+from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import NEVER
-from rewriter.runtime.sequence_axis import Shards
 
 PLANS = {
     "attention2d": SequencePlan("attention2d", (1, 2, 2)),

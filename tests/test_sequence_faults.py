@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_cases import CAUSAL, FULL, PADDED, Case, Outcome, attention2d, run_cases
 
-from rewriter.runtime.attention import attention2d_gathered, heads, partial_merge, tiles
+from rewriter.runtime.attention import attention2d_gathered, exchanges, partial_merge, tiles
 from rewriter.sequence import token_layout
 
 
@@ -59,7 +59,7 @@ def see_padding():
 
 def take_one_copys_gradient():
     """Of key/value heads that were repeated on the wire."""
-    heads.summed_copies = lambda x, count: x[:, :: x.shape[1] // count]
+    exchanges.summed_copies = lambda x, count: x[:, :: x.shape[1] // count]
 
 
 def go_back_with_the_tiles_own_output():

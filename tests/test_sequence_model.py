@@ -21,7 +21,7 @@ from rewriter.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 
-LENGTH, NEW_TOKENS = 37, 8
+LENGTH, NEW_TOKENS = 37, 5
 TOLERANCE = 1e-5  # relative to the largest entry
 
 # name: family, plan, tensor-parallel ranks, data-parallel replicas, FSDP2
@@ -70,7 +70,8 @@ def on_rank(group, cases):
 
 
 def one_case(source, tensors, ties, plan, tp, dp, fsdp, ids, labels, prompts):
-    """Of this rank: logits whole and in parts, loss, gradients, greedy tokens of the prompts together and alone."""
+    """Of this rank: logits whole and in parts, loss, gradients, greedy tokens of the prompts together, and of the two
+    shortest alone."""
     from torch.distributed.tensor import DTensor
 
     from rewriter.runtime import generate, sequence_mesh
@@ -93,9 +94,9 @@ def one_case(source, tensors, ties, plan, tp, dp, fsdp, ids, labels, prompts):
     gradients = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
     if rows:  # replicas may continue different prompts
         prompts = prompts[::-1]
-    tokens = [generate(model, some, NEW_TOKENS) for some in (prompts, *([prompt] for prompt in prompts))]
-    if rows:
-        tokens = [tokens[0][::-1], *tokens[:0:-1]]
+    together = generate(model, prompts, NEW_TOKENS)
+    alone = [generate(model, [prompt], NEW_TOKENS)[0] for prompt in sorted(prompts, key=len)[:2]]
+    tokens = (together[::-1] if rows else together), alone
     return whole, tuple(part), last, loss.detach(), gradients, tokens
 
 
@@ -159,6 +160,6 @@ def test_greedy_tokens_after_a_sharded_prompt_are_those_of_one_device(name):
     model = zoo.shared(CASES[name][0])
     with torch.no_grad():
         wanted = greedy_oracle(lambda ids: model(ids).logits, prompts(name), NEW_TOKENS)
-    for *_, (together, *alone) in results(name):
+    for *_, (together, alone) in results(name):
         assert together == wanted
-        assert [tokens for (tokens,) in alone] == wanted
+        assert alone == wanted[:2]

@@ -120,7 +120,7 @@ def clipped(model, optimizer):
 
 
 def reduced_in_bf16(patch):
-    from rewriter.runtime import gradient_sums
+    from rewriter.runtime import replicas as gradient_sums
     from rewriter.training import sharding
 
     policy, summed = sharding.MixedPrecisionPolicy, gradient_sums._summed
@@ -139,7 +139,7 @@ def shifted_within_the_shard(patch):
 def averaged_over_the_sequence(patch):
     from torch.distributed.fsdp import FSDPModule
 
-    from rewriter.runtime import gradient_sums
+    from rewriter.runtime import replicas as gradient_sums
 
     divide, summed = FSDPModule.set_gradient_divide_factor, gradient_sums._summed
     patch(FSDPModule, "set_gradient_divide_factor", lambda self, _: divide(self, torch.distributed.get_world_size()))
@@ -375,7 +375,7 @@ def test_what_would_scale_gradients_silently_is_refused():
 
 
 def sum_of_bf16(group):
-    from rewriter.runtime.gradient_sums import _summed
+    from rewriter.runtime.replicas import _summed
 
     large = torch.arange(64) % group.size() == group.rank()
     return _summed(group, 1)(torch.where(large, 256.0, 0.6).bfloat16())

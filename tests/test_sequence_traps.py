@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from attention_cases import attention2d as grid
+from attention_cases import attention_on, ring
 from ranks import run_ranks
 from test_sequence_training import batch, pair_model, refusal
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +24,7 @@ from rewriter.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.runtime import Context, StaticCache, generate, sequence_mesh
-from rewriter.runtime.attention import algorithms, attention2d, attention2d_overlap, ring_attention
+from rewriter.runtime.attention import attention2d_overlap, sequence_axis
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.tracing import trace
@@ -41,14 +43,13 @@ def own_tensors(rank):
 
 
 def functions():
-    square, heads_first = sequence_mesh("cpu", (1, 2, 2)), sequence_mesh("cpu", (2, 1, 2))
-    line = torch.distributed.init_device_mesh("cpu", (4,))
+    square = sequence_mesh("cpu", (1, 2, 2))
     return {
-        "square": functools.partial(attention2d, mesh=square),
-        "overlapped": functools.partial(attention2d, mesh=square, overlap=True),
-        "row": functools.partial(attention2d, mesh=sequence_mesh("cpu", (1, 1, 4))),
-        "heads-first": functools.partial(attention2d, mesh=heads_first),
-        "ring": functools.partial(ring_attention, mesh=line),
+        "square": attention_on(square, grid(1, 2, 2)),
+        "overlapped": attention_on(square, grid(1, 2, 2, overlap=True)),
+        "row": attention_on(sequence_mesh("cpu", (1, 1, 4)), grid(1, 1, 4)),
+        "heads-first": attention_on(sequence_mesh("cpu", (2, 1, 2)), grid(2, 1, 2)),
+        "ring": attention_on(torch.distributed.init_device_mesh("cpu", (4,)), ring(4)),
     }
 
 
@@ -142,7 +143,7 @@ def on_four(group):
     }
     # pairs {0, 1} and {2, 3}; pairs {0, 2} and {1, 3}
     meshes = [sequence_mesh("cpu", (1, 2, 1), data_parallel=2), sequence_mesh("cpu", (1, 2, 1), tensor_parallel=2)]
-    several = [functools.partial(attention2d, mesh=mesh) for mesh in meshes] + list(made.values())
+    several = [attention_on(mesh, grid(1, 2, 1)) for mesh in meshes] + list(made.values())
     alone = [attended(function, *tensors) for function in several]
     *qkv, do = tensors
     leaves = [[x.detach().requires_grad_() for x in qkv] for _ in several]
@@ -172,14 +173,14 @@ def test_axes_of_one_process_do_not_mix():
 def test_a_second_job_of_a_process_connects_its_own_groups(monkeypatch):
     """A registration outlives the groups that it was made with."""
     connected = []
-    monkeypatch.setattr(algorithms, "_connect", connected.append)
-    monkeypatch.setattr(algorithms, "_axes", {})
+    monkeypatch.setattr(sequence_axis, "_connect", connected.append)
+    monkeypatch.setattr(sequence_axis, "_axes", {})
     plan, keys = SequencePlan("attention2d", (1, 2, 2)), set()
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             mesh = AttentionMesh(1, 2, 2, 0, 0, 0, (0, 1, 2, 3), None, None, None, dist.group.WORLD)
-            keys |= {algorithms.register(plan, mesh) for _ in range(2)}
+            keys |= {sequence_axis.register(plan, mesh) for _ in range(2)}
         finally:
             dist.destroy_process_group()
     assert len(keys) == 1

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from rewriter.runtime import record_events
-from rewriter.runtime.exchange import all_to_all_start, exchange_start, gather_start
+from rewriter.runtime.collectives.exchange import all_to_all_start, exchange_start, gather_start
 
 
 def messages(group):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from rewriter import api
 from rewriter.cli import main
 from rewriter.common import packages
-from rewriter.emit.manifest import MANIFEST
+from rewriter.output.names import MANIFEST
 from rewriter.serving import command
 
 FAKE = '#!/bin/sh\nprintf "%s\\n" "$@"\n'

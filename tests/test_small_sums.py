@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from rewriter.runtime import shared_memory_sum, small_sums, socket_sum
-from rewriter.runtime.collectives import all_gather, all_reduce, all_reduce_start
-from rewriter.runtime.pending_all_reduce import all_reduce_wait
-from rewriter.runtime.shared_memory_sum import LARGEST, SharedMemorySum
-from rewriter.runtime.small_sums import choose_small_sums, small_gather, small_sum_start
-from rewriter.runtime.socket_sum import SocketSum
+from rewriter.runtime.collectives import shared_memory_sum, small_sums, socket_sum
+from rewriter.runtime.collectives.differentiable import all_gather, all_reduce, all_reduce_start
+from rewriter.runtime.collectives.exchange import all_reduce_wait
+from rewriter.runtime.collectives.shared_memory_sum import LARGEST, SharedMemorySum
+from rewriter.runtime.collectives.small_sums import choose_small_sums, small_gather, small_sum_start
+from rewriter.runtime.collectives.socket_sum import SocketSum
 
 SHAPES = [(1,), (3, 5), (0,), (), (2, 1, 576), (LARGEST // 16,)]
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rewriter.runtime import symmetric_memory_sum
-from rewriter.runtime.symmetric_memory_sum import LARGEST, SymmetricMemorySums, why_not
+from rewriter.runtime.collectives import small_sums
+from rewriter.runtime.collectives.small_sums import LARGEST, SymmetricMemorySums, why_not_symmetric
 
 CUDA = torch.device("cuda")
 
@@ -39,7 +39,7 @@ def done(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(symmetric_memory_sum, "all_reduce_once", summed)
+    monkeypatch.setattr(small_sums, "all_reduce_once", summed)
     return found
 
 
@@ -86,6 +86,6 @@ def test_it_takes_small_aligned_tensors_of_two_dtypes(done):
 )
 def test_where_it_is_used(variable, size, backend, device, reason, monkeypatch):
     monkeypatch.setenv("REWRITER_SYMMETRIC_MEMORY", variable)
-    monkeypatch.setattr(symmetric_memory_sum.dist, "get_backend", lambda group: backend)
-    found = why_not(SimpleNamespace(size=lambda: size), device)
+    monkeypatch.setattr(small_sums.dist, "get_backend", lambda group: backend)
+    found = why_not_symmetric(SimpleNamespace(size=lambda: size), device)
     assert found is None if reason is None else reason in found

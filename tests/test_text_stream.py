@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rewriter.runtime.text_stream import TextStream
+from rewriter.runtime.generation.text_stream import TextStream
 
 TEXT = "Zwölf Boxkämpfer: 你好，世界 👩‍🚀 café, naïve… e\u0301 \ufffd end"
 HALF = "\N{REPLACEMENT CHARACTER}"

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rewriter import api
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode, mark
+from rewriter.output.manifest import GOLDEN, read_manifest
 from rewriter.passes.base import Effect, Pass, record
 from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.selection import Selection, resolve

@@ -1,5 +1,5 @@
-"""`rewriter.runtime.compile_worker` without the minute of Inductor and the C++ compiler: its files are the graphs that
-they would compile, which `loaded` runs. Everything else is as in the real one, processes included."""
+"""`rewriter.runtime.generation.compile_worker` without the minute of Inductor and the C++ compiler: its files are the
+graphs that they would compile, which `loaded` runs. Everything else is as in the real one, processes included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rewriter.runtime import compile_worker
+from rewriter.runtime.generation import compile_worker
 
 SCRIPT = str(Path(__file__).resolve())
 

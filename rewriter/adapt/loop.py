@@ -30,7 +30,7 @@ from rewriter.adapt.run import Run
 from rewriter.adapt.schedule import RunSizes
 from rewriter.adapt.students import Student
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.loss import IGNORED, next_tokens
+from rewriter.runtime.replicas import IGNORED, next_tokens
 from rewriter.training import ZeroOptimizer
 
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

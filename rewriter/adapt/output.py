@@ -23,7 +23,7 @@ from rewriter.convert.conversion import save
 from rewriter.convert.reopened import taken_over
 from rewriter.convert.rewritten_source import rewritten, write_source
 from rewriter.convert.save_options import Level
-from rewriter.emit.manifest import AdaptationEntry
+from rewriter.output.manifest import AdaptationEntry
 from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.training.zero.comm_hooks import free_gathered
 from rewriter.weights import Checkpoint

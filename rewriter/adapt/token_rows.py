@@ -19,7 +19,7 @@ from rewriter.adapt.examples import EXPECTED, BadExample, Faults, read_examples
 from rewriter.adapt.options import TooLong
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import not_a_token
-from rewriter.runtime.loss import IGNORED
+from rewriter.runtime.replicas import IGNORED
 
 # An example is tried on the rows that were opened last, so that packing takes time in proportion to the examples. A
 # row that is left open longer than this has room for very short examples only.

@@ -3,7 +3,7 @@
 The bytes are those that `rewriter.runtime` counts (events of kind "wire"), so that predictions are tested by counting.
 A rank receives as many bytes as it sends. Every layer's attention is planned alike; bytes are those of one layer.
 Symbols as in `attention_shape`. What a rank runs is registered under the same kinds in
-`rewriter.runtime.attention.algorithms`; which tokens it holds is `SequencePlan.layout`.
+`rewriter.runtime.attention.sequence_axis`; which tokens it holds is `SequencePlan.layout`.
 """
 
 from __future__ import annotations

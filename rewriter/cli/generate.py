@@ -14,7 +14,7 @@ from rewriter.common.files import read_given
 from rewriter.common.numbers import json_text
 
 if TYPE_CHECKING:
-    from rewriter.runtime.text_stream import Generation
+    from rewriter.runtime.generation.text_stream import Generation
 
 _ONE = "Give one of --prompt TEXT, --message TEXT and --prompts FILE."
 
@@ -66,7 +66,8 @@ def generate(
 
 def _note_damage(directory: Path) -> None:
     """Say why the text may be poor."""
-    from rewriter.emit.manifest import MANIFEST, damage, healing, read_manifest
+    from rewriter.output.manifest import damage, healing, read_manifest
+    from rewriter.output.names import MANIFEST
 
     if (directory / MANIFEST).is_file() and (found := damage(read_manifest(directory))) is not None:
         typer.echo(f"note: not healed: {found}. Heal it: {healing(directory)}", err=True)

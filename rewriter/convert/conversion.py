@@ -23,20 +23,11 @@ from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
 from rewriter.emit.end_tokens import end_tokens
-from rewriter.emit.manifest import (
-    GOLDEN,
-    MANIFEST,
-    AdaptationEntry,
-    Drift,
-    Golden,
-    Manifest,
-    SourceEntry,
-    mesh_name,
-    mesh_of,
-    read_manifest,
-)
+from rewriter.emit.manifest import mesh_of
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
+from rewriter.output.manifest import GOLDEN, AdaptationEntry, Drift, Golden, Manifest, SourceEntry, read_manifest
+from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.recipes.apply import apply_recipe, check_bound, load_recipe

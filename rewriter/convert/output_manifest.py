@@ -11,7 +11,9 @@ from typing import Any
 from rewriter.analysis.absolute_positions import position_table
 from rewriter.convert.save_options import SaveOptions
 from rewriter.emit import output_files
-from rewriter.emit.manifest import (
+from rewriter.emit.manifest import mesh_of, versions
+from rewriter.ir import Program
+from rewriter.output.manifest import (
     AdaptationEntry,
     Adapted,
     CheckEntry,
@@ -22,10 +24,7 @@ from rewriter.emit.manifest import (
     SkippedPass,
     SourceEntry,
     Verified,
-    mesh_of,
-    versions,
 )
-from rewriter.ir import Program
 from rewriter.verify.comparison import Verification
 
 

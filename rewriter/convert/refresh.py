@@ -19,9 +19,11 @@ from rewriter.convert.rewritten_source import Opened, rewritten, write_source
 from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
-from rewriter.emit.manifest import Manifest, mesh_name, read_manifest, versions
+from rewriter.emit.manifest import versions
 from rewriter.emit.output_directory import sha256_of
 from rewriter.ir import Program
+from rewriter.output.manifest import Manifest, read_manifest
+from rewriter.output.names import mesh_name
 from rewriter.verify.comparison import Verification
 from rewriter.verify.real_ranks import compare_ranks
 from rewriter.verify.saved_output import config_of, golden_figures

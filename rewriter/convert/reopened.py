@@ -13,9 +13,10 @@ from typing import Any
 from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import applied_recipe, open_output, rewritten, write_source
 from rewriter.emit import output_files
-from rewriter.emit.manifest import MANIFEST, Manifest, SourceEntry
 from rewriter.emit.output_directory import sha256_of
 from rewriter.ir import Program
+from rewriter.output.manifest import Manifest, SourceEntry
+from rewriter.output.names import MANIFEST
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.manifest import MANIFEST, Manifest
 from rewriter.emit.output_directory import sha256_of, sync_directory
+from rewriter.output.manifest import Manifest
+from rewriter.output.names import MANIFEST
 
 SCRATCH = ".reshard"
 

@@ -10,8 +10,8 @@ from typing import Any
 from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.analysis.sequence_layout import bytes_per_token
 from rewriter.common.numbers import json_text
-from rewriter.emit.manifest import Verified
 from rewriter.ir import Program
+from rewriter.output.manifest import Verified
 
 
 @dataclass

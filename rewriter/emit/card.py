@@ -11,17 +11,9 @@ from pathlib import Path
 import yaml
 
 from rewriter.analysis.distributed_attention import ALGORITHMS
-from rewriter.emit.manifest import (
-    AdaptationEntry,
-    Manifest,
-    PerRank,
-    QuantizedEntry,
-    damage,
-    healing,
-    mesh_name,
-    ranks_of,
-)
 from rewriter.ops import SequencePlan
+from rewriter.output.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, damage, healing
+from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.selection import spans
 
 

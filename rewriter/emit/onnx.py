@@ -25,7 +25,7 @@ from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.packages import require
 from rewriter.common.text_settings import quantization_settings
-from rewriter.emit.manifest import read_manifest
+from rewriter.output.manifest import read_manifest
 from rewriter.tracing.length_rotary import rotary_by_length
 
 # A protobuf file ends at 2 GiB; above this many bytes of weights they are in FILE.data. Some room is for the graph.

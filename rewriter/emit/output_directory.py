@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.manifest import MANIFEST
+from rewriter.output.names import MANIFEST
 from rewriter.weights.space import available, disk_full, is_disk_full, require_space
 
 

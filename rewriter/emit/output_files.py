@@ -17,11 +17,13 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.tokenizer_code import code_files, vocabulary_files
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
 from rewriter.emit.kept_tensors import KeptTensors, kept_tensors
-from rewriter.emit.manifest import FileHeader, PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
+from rewriter.emit.manifest import mesh_of
 from rewriter.emit.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.reduction_pattern import sentences
 from rewriter.emit.weight_references import cast_dtypes, weight_references, written_dtypes
 from rewriter.ir import Program
+from rewriter.output.manifest import FileHeader, PerRank, Runtime, SequenceEntry
+from rewriter.output.names import mesh_name
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, torch_dtype

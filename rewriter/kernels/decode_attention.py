@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rewriter.kernels.merge import accumulation_dtype, has_triton
+from rewriter.kernels.devices import has_triton
+from rewriter.kernels.merge import accumulation_dtype
 
 _MOST_SIZE = 512  # of a head, whose tiles shared memory has room for
 
@@ -39,9 +40,8 @@ def decode_attention(
     All of q, keys and values have one dtype. Keys and values may have any strides; they are copied where the last
     dimension is not contiguous. On CUDA one Triton kernel reads each key and value that is seen once for up to 16 heads
     of a group, and a second merges; nothing is read on the host. Elsewhere, for fp64 and for heads of more than 512,
-    plain PyTorch. Raises ValueError for shapes, dtypes and windows that do not fit.
+    plain PyTorch.
     """
-    _check(q_BH1D, keys_BKTD, values_BKTE, first_valid_B, window, sinks_H)
     tensors = (q_BH1D, keys_BKTD, values_BKTE, position, first_valid_B)
     if q_BH1D.is_cuda and accumulation_dtype(q_BH1D.dtype) == torch.float32:
         o: Tensor = _on_cuda(*tensors, sinks_H, scale, window, softcap)
@@ -110,28 +110,3 @@ def _on_cuda(
 @_on_cuda.register_fake
 def _(q: Tensor, keys: Tensor, values: Tensor, *rest: object) -> Tensor:
     return q.new_empty(*q.shape[:3], values.shape[-1])
-
-
-def _check(
-    q: Tensor, keys: Tensor, values: Tensor, first_valid: Tensor | None, window: int | None, sinks: Tensor | None
-) -> None:
-    if q.dim() != 4 or q.shape[2] != 1:
-        raise ValueError(f"decode_attention: q of shape {list(q.shape)}, but expected [B, H, 1, D], one token per row")
-    batch, heads, _, size = q.shape
-    if keys.dim() != 4 or keys.shape[0] != batch or keys.shape[3] != size or heads % keys.shape[1]:
-        raise ValueError(
-            f"decode_attention: keys of shape {list(keys.shape)}, but expected [{batch}, K, T, {size}] as of q "
-            f"{list(q.shape)}, K dividing {heads}"
-        )
-    if values.dim() != 4 or values.shape[:3] != keys.shape[:3]:
-        raise ValueError(
-            f"decode_attention: values of shape {list(values.shape)}, but expected {[*keys.shape[:3]]} and a head size"
-        )
-    if not q.dtype == keys.dtype == values.dtype:
-        found = f"{q.dtype}, {keys.dtype} and {values.dtype}"
-        raise ValueError(f"decode_attention: q, keys and values of {found}, but expected one dtype")
-    for name, given, count in (("first_valid_B", first_valid, batch), ("sinks_H", sinks, heads)):
-        if given is not None and given.shape != (count,):
-            raise ValueError(f"decode_attention: {name} of shape {list(given.shape)}, but expected [{count}]")
-    if window is not None and window < 1:
-        raise ValueError(f"decode_attention: window={window}, but expected at least 1, the new token alone")

@@ -10,13 +10,14 @@ zero before, and atomics whose order only a GPU can test.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rewriter.kernels.devices import current_device
 
 WARPS = 4
 STAGES = 3  # tiles of keys and values that are loaded ahead
@@ -196,7 +197,7 @@ def launch(
         splits = splits_for(tiles, slots, sizes["KEYS"], _multiprocessors(q.device))
     o_parts = q.new_empty(batch, heads, splits, values_size, dtype=torch.float32)
     tops, sums = q.new_empty(2, batch, heads, splits, dtype=torch.float32)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    with current_device(q):
         parts_kernel[(tiles, splits)](
             q, keys, values, position, position if first_valid is None else first_valid.contiguous(),
             o_parts, tops, sums, *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], kv_heads,

@@ -7,12 +7,12 @@ row saw nothing has o_p = 0 and l_p = −inf, and weighs nothing.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
+
+from rewriter.kernels.devices import has_triton
 
 Parts = Sequence[tuple[Tensor, Tensor]]
 
@@ -39,18 +39,9 @@ def merge(parts: Parts, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Te
 
     o is in `dtype`, lse and, where none is given, o in the accumulation dtype: sums are made in it and rounded once.
     Parts may differ in dtype and have any strides, so that they are read from the messages in which they came. On CUDA
-    one Triton kernel reads each part once; elsewhere, and for fp64, plain PyTorch. Raises ValueError for no parts, or
-    for shapes that differ.
+    one Triton kernel reads each part once; elsewhere, and for fp64, plain PyTorch.
     """
-    if not parts:
-        raise ValueError("merge: no parts were given")
     first, wide = parts[0][0], accumulation_dtype(parts[0][0].dtype)
-    for o, lse in parts:
-        if o.shape != first.shape or lse.shape != first.shape[:-1]:
-            raise ValueError(
-                f"merge: a part of shapes {list(o.shape)} and {list(lse.shape)}, but expected {list(first.shape)} and "
-                f"{list(first.shape[:-1])} as of the first part"
-            )
     dtype = dtype or wide
     if first.is_cuda and wide == torch.float32 and has_triton():
         from rewriter.kernels.merge_triton import launch
@@ -75,9 +66,3 @@ def merge_reference(parts: Parts) -> tuple[Tensor, Tensor]:
     for (part, _), weight in zip(parts, weight_P, strict=True):
         o.addcmul_(part.to(dtype), weight.unsqueeze(-1))
     return o.div_(total.unsqueeze(-1)), top + total.log()
-
-
-@cache
-def has_triton() -> bool:
-    """Whether the kernels can be imported: there is no Triton for macOS and Windows."""
-    return importlib.util.find_spec("triton") is not None

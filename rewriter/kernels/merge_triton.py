@@ -8,12 +8,12 @@ out. PyTorch's operators, each of which reads and writes fp32, move several time
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rewriter.kernels.devices import current_device
 
 BLOCK = 2048  # elements of o per program: 16 for each of 128 threads
 WARPS = 4
@@ -78,7 +78,7 @@ def launch(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> 
     rows = lse.numel()
     width = triton.next_power_of_2(size)
     per_program = max(1, BLOCK // width)
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+    with current_device(out):
         merge_kernel[(triton.cdiv(rows, per_program),)](
             outputs,
             sums,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from rewriter.kernels import blocks
+from rewriter.kernels.devices import has_triton
 from rewriter.kernels.formats import Format, parse_format
-from rewriter.kernels.merge import has_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that are quantized
 _LARGEST_BLOCK = 4096  # of which a program of a kernel holds one in registers

@@ -1,9 +1,8 @@
-"""Launches of the kernels of `rows_triton` and `sums_triton`: tiles, and small tensors that kernels read."""
+"""Launches of the kernels of `rows_triton`: tiles, and small tensors that kernels read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from rewriter.kernels import blocks
 from rewriter.kernels.blocks_triton import Tile
+from rewriter.kernels.devices import current_device
 from rewriter.kernels.formats import Format
-from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel
-from rewriter.kernels.sums_triton import sum_kernel
+from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel, sum_kernel
 
 WARPS = 4
 _ALL_REGISTERS = 255  # of a thread: rotated sums spill where the compiler aims at fewer
@@ -35,7 +34,7 @@ def quantize_rows(x_RN: Tensor, format: Format, order: Sequence[int] | None, see
         x_RN = x_RN.contiguous()
     tile = tile_of(format, dithered=seed is not None)
     tiles = -(-format.blocks(n) // tile.K)
-    with _device(x_RN):
+    with current_device(x_RN):
         quantize_kernel[(rows * tiles,)](
             x_RN,
             _order(order, x_RN.shape[0], x_RN.device),
@@ -60,7 +59,7 @@ def dequantize_rows(payload_RB: Tensor, format: Format, n: int, seed: int | None
         return
     tile = tile_of(format, dithered=seed is not None)
     tiles = -(-format.blocks(n) // tile.K)
-    with _device(out_RN):
+    with current_device(out_RN):
         dequantize_kernel[(rows * tiles,)](
             payload_RB,
             _matrix_and_signs(tile, torch.float16, out_RN.device),
@@ -100,7 +99,7 @@ def dequantize_reduce(
     tile = tile_of(format, to, seed is not None)
     to_tile = None if to is None else replace(tile, format=to, dithered=to_seed is not None)
     tiles = -(-format.blocks(n) // tile.K)
-    with _device(out):
+    with current_device(out):
         sum_kernel[(rows * tiles,)](
             payload_PRB,
             add_RN,
@@ -187,7 +186,3 @@ def _stride(x_RN: Tensor) -> int:
 def _seed(seed: int | None) -> int:
     """32 bits with a sign, which is one type of argument for all seeds."""
     return ((seed or 0) + (1 << 31)) % (1 << 32) - (1 << 31)
-
-
-def _device(x: Tensor) -> AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -6,12 +6,13 @@ FP8 codes are read as bytes and their bits put in place by integers, so that GPU
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import torch
 import triton
 import triton.language as tl
+
+from rewriter.kernels.devices import current_device
 
 ROWS = 32
 COLUMNS = 128
@@ -89,10 +90,6 @@ def mxfp4_kernel(
         tl.store(out + at, value.to(out.dtype.element_ty), mask=real[:, None])
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def fp8(codes: torch.Tensor, scales: torch.Tensor, per: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """`rewriter.kernels.stored_weights.fp8`, rounded to `dtype`, of two dimensions or three: [E, R, C], of which
     every matrix has its own scales, or all have the same."""
@@ -107,7 +104,7 @@ def fp8(codes: torch.Tensor, scales: torch.Tensor, per: Sequence[int], dtype: to
     out = torch.empty(shape, dtype=dtype, device=codes.device)
     exponents = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS), matrices)
-    with _on(codes.device):
+    with current_device(codes):
         fp8_kernel[grid](
             codes.contiguous().view(torch.uint8), (scales.view(torch.uint8) if exponents else scales).contiguous(), out,
             rows, columns, sizes[-2] * sizes[-1] if prod(sizes[:-2]) > 1 else 0, sizes[-1], per_row, per_column,
@@ -121,7 +118,7 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tor
     *lead, groups, width = blocks.shape
     out = torch.empty((*lead, 2 * groups * width), dtype=dtype, device=blocks.device)
     count = scales.numel()
-    with _on(blocks.device):
+    with current_device(blocks):
         mxfp4_kernel[(triton.cdiv(count, 4 * ROWS),)](
             blocks.contiguous(), scales.contiguous(), out, count, B=width, ROWS=4 * ROWS
         )

@@ -25,10 +25,10 @@ from rewriter.fabric import Call, Delay
 from rewriter.predict.workload import Workload
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
-from rewriter.runtime.cuda_graph import replay_of
-from rewriter.runtime.decode_step import DecodeStep
-from rewriter.runtime.load import build, fill
-from rewriter.runtime.sampling import Sampling
+from rewriter.runtime.generation.decode_state import Sampling
+from rewriter.runtime.generation.decode_step import DecodeStep
+from rewriter.runtime.loading.load import build, fill
+from rewriter.runtime.streams import replay_of
 from rewriter.weights.references import RankWeights
 
 STEPS = 8  # decode steps timed together

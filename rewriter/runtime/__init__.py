@@ -2,12 +2,11 @@
 compiler."""
 
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime.attention import attention
+from rewriter.runtime.attention.cached import attention
 from rewriter.runtime.attention.mesh import sequence_mesh
-from rewriter.runtime.branch import fork
+from rewriter.runtime.attention.sequence_axis import SequenceAxis, Shards
 from rewriter.runtime.cache import SequenceCache, SlotSpec, StaticCache
-from rewriter.runtime.collective_log import Event, mark, record_events
-from rewriter.runtime.collectives import (
+from rewriter.runtime.collectives.differentiable import (
     Shared,
     agreed,
     all_gather,
@@ -19,13 +18,15 @@ from rewriter.runtime.collectives import (
     share,
     shared_gradient,
 )
+from rewriter.runtime.collectives.exchange import Pending, all_reduce_wait
+from rewriter.runtime.collectives.gradients import copy_to_group
+from rewriter.runtime.collectives.log import Event, mark, record_events
+from rewriter.runtime.collectives.process_groups import group_rank
 from rewriter.runtime.compiled import compile_segments
-from rewriter.runtime.context import Context
-from rewriter.runtime.copy_to_group import copy_to_group
+from rewriter.runtime.context import Context, gather_tokens, last_tokens, shard_tokens
 from rewriter.runtime.experts import experts
-from rewriter.runtime.generate import generate
-from rewriter.runtime.gradient_sums import sum_gradients
-from rewriter.runtime.load import load
+from rewriter.runtime.generation.generate import generate
+from rewriter.runtime.loading.load import load
 from rewriter.runtime.module import LocalLogits, LossOutput, RuntimeModel
 from rewriter.runtime.parallel import (
     ColumnParallelConv1D,
@@ -39,17 +40,9 @@ from rewriter.runtime.parallel import (
     VocabParallelEmbedding,
     vocab_embedding,
 )
-from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
-from rewriter.runtime.process_groups import group_rank
-from rewriter.runtime.quantized.autograd import (
-    quantized_all_gather,
-    quantized_all_reduce,
-    quantized_all_reduce_start,
-    quantized_all_to_all,
-    quantized_reduce_scatter,
-)
-from rewriter.runtime.sequence import gather_tokens, last_tokens, shard_tokens
-from rewriter.runtime.sequence_axis import SequenceAxis, Shards
+from rewriter.runtime.quantized.launch import quantized_all_reduce, quantized_all_reduce_start
+from rewriter.runtime.replicas import sum_gradients
+from rewriter.runtime.streams import fork
 
 __all__ = [
     "ColumnParallelConv1D",
@@ -93,11 +86,8 @@ __all__ = [
     "mark",
     "once",
     "own_shard",
-    "quantized_all_gather",
     "quantized_all_reduce",
     "quantized_all_reduce_start",
-    "quantized_all_to_all",
-    "quantized_reduce_scatter",
     "record_events",
     "repeat_shard",
     "sequence_mesh",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
-from rewriter.runtime.pytree_node import register_node
-from rewriter.runtime.sequence_axis import SequenceAxis, Shards
+from rewriter.runtime.attention.sequence_axis import SequenceAxis, Shards
+from rewriter.runtime.torch_marks import register_node
 
 NEVER = torch.iinfo(torch.int64).max  # a position that no query reaches
 

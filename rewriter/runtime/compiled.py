@@ -2,24 +2,56 @@
 
 The schedule stays ours: starts and waits are called outside of every compiled graph, in the order in which they are
 printed.
+
+On the CPU, products with few rows become reductions. A decode step reads every weight once for one row. ATen's `linear`
+reads it at a quarter of the memory's bandwidth on some processors; loops over rows of the weight that multiply and add,
+which is what Inductor makes of `(x * weight).sum(-1)`, at two thirds and more on all that were tried
+(`benchmarks/decode.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
+from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.cache import StaticCache
 from rewriter.runtime.context import Context
-from rewriter.runtime.products import with_reductions
 
-PREFIX = "segment_"
+_PREFIX = "segment_"
 RECOMPILE_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """A method of the module at `path` that reads the cache's entries `slots`."""
+
+    path: str
+    module: nn.Module
+    method: str
+    slots: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.method}"
+
+
+def segments_of(model: nn.Module) -> list[Part]:
+    """Every method segment_* of `model`: what is computed between collectives."""
+    found = []
+    for path, module in model.named_modules():
+        slots = {slot for part in module.modules() if isinstance(slot := getattr(part, "slot", None), int)}
+        methods = [name for name in dir(type(module)) if name.startswith(_PREFIX)]
+        found += [Part(path, module, method, tuple(sorted(slots))) for method in methods]
+    return found
 
 
 def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str]:
@@ -32,16 +64,12 @@ def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str
     # default of 8 it would silently run uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     compiled: dict[tuple[type, str], Callable[..., Any]] = {}
-    for module in model.modules():
-        cls = type(module)
-        for name in dir(cls):
-            if not name.startswith(PREFIX):
-                continue
-            plain = getattr(cls, name)
-            if (cls, name) not in compiled:
-                compiled[cls, name] = torch.compile(_own_code(plain), backend=with_reductions(backend))
-            slots = {slot for part in module.modules() if isinstance(slot := getattr(part, "slot", None), int)}
-            setattr(module, name, MethodType(_prepared(compiled[cls, name], plain, slots), module))
+    for part in segments_of(model):
+        cls, name = type(part.module), part.method
+        plain = getattr(cls, name)
+        if (cls, name) not in compiled:
+            compiled[cls, name] = torch.compile(_own_code(plain), backend=with_reductions(backend))
+        setattr(part.module, name, MethodType(_prepared(compiled[cls, name], plain, part.slots), part.module))
     vars(model)["compiles_with"] = backend
     return sorted(f"{cls.__name__}.{name}" for cls, name in compiled)
 
@@ -90,7 +118,7 @@ def _own_code(method: Any) -> FunctionType:
     return copy
 
 
-def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], slots: set[int]) -> Callable[..., Any]:
+def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], slots: Sequence[int]) -> Callable[..., Any]:
     """`compiled` for a layer with these cache entries; `plain` where a graph around it is being compiled."""
 
     @wraps(plain)
@@ -110,12 +138,73 @@ def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], slots: se
     return segment
 
 
-def _bound(ctx: Context, slots: set[int]) -> Context:
+def _bound(ctx: Context, slots: Sequence[int]) -> Context:
     """`ctx` with only the layer's own cache entry, whose length may differ from one generation to the next."""
     if len(slots) != 1:
         return ctx  # a layer with several attention calls reads its slot numbers and is compiled on its own
-    ctx = ctx.bound(next(iter(slots)))
+    ctx = ctx.bound(slots[0])
     assert ctx.cache is not None
     for tensor in (*ctx.cache.keys, *ctx.cache.values):
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
     return ctx
+
+
+FEW_ROWS = 1
+STREAMS = 4  # rows of the weight that are read at once: one alone does not keep the memory busy
+_LINEAR = (F.linear, torch._C._nn.linear)  # Dynamo names the second
+
+
+def with_reductions(backend: str) -> Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]:
+    """The torch.compile backend `backend`, which is handed products of up to FEW_ROWS rows on the CPU as reductions."""
+    from torch._dynamo.backends.registry import lookup_backend  # Dynamo takes a second to import
+
+    compile_graph = lookup_backend(backend)
+
+    def compile_with_reductions(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        if not torch.is_grad_enabled():
+            for node in graph.graph.nodes:
+                if node.op == "call_function" and node.target in _LINEAR and _few_rows(node.args[0]):
+                    node.target = product
+            graph.recompile()
+        compiled: Callable[..., Any] = compile_graph(graph, inputs)
+        return compiled
+
+    return compile_with_reductions
+
+
+class Reductions(TorchFunctionMode):
+    """Within it, what is traced has reductions in place of products of up to FEW_ROWS rows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LINEAR and args[0].shape[:-1].numel() <= FEW_ROWS:
+            func = product
+        return func(*args, **(kwargs or {}))
+
+
+def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, summed in fp32 (fp64 of fp64): input [..., K], weight [N, K], bias [N]; [..., N] in input's dtype.
+
+    A weight [..., N, K] is one for each row of the input.
+    """
+    wide = accumulation_dtype(input.dtype)
+    row = in_memory(input.to(wide)).unsqueeze(-2)
+    # of equal sizes, since Inductor makes one loop of those alone
+    parts = weight.chunk(STREAMS if weight.shape[-2] % STREAMS == 0 else 1, -2)
+    summed = torch.cat([(row * part.to(wide)).sum(-1) for part in parts], -1)
+    return (summed if bias is None else summed + bias.to(wide)).to(input.dtype)
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """`x`, which Inductor computes before what reads it, and not again in every iteration of a loop that does: of
+    `as_strided` it wants an address."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
+
+
+def _few_rows(input: Any) -> bool:
+    """Whether a node's value has so few rows, on the CPU, in every call."""
+    value = input.meta.get("example_value") if isinstance(input, fx.Node) else None
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return False
+    rows = value.shape[:-1]
+    return all(isinstance(size, int) for size in rows) and rows.numel() <= FEW_ROWS

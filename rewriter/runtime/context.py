@@ -1,4 +1,16 @@
-"""What a forward pass must know besides its tokens: where they stand, and what came before."""
+"""What a forward pass must know besides its tokens, and the tokens of full sequences that this rank holds.
+
+Users pass full sequences. Inside a model every rank holds its own tokens, and only attention looks at those of others:
+
+    function        forward                                  gradient
+    shard_tokens    a rank's own tokens of a full tensor     its own tokens' (the full one is input, equal everywhere)
+    gather_tokens   the full tensor from all ranks' tokens   the rank's own tokens'
+    last_tokens     the last tokens on every rank            none: refused
+
+That of gather_tokens is right where what follows is replicated and has no parameters: every rank then holds the full
+gradient already. What a parameter gets is the part of a rank's own tokens, to be summed over the ranks: see
+`rewriter.training`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +18,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
+from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import SequenceCache, StaticCache
-from rewriter.runtime.pytree_node import register_node
-from rewriter.runtime.sequence_axis import Shards
+from rewriter.runtime.collectives.exchange import gather_start
+from rewriter.runtime.collectives.gradients import with_gradient
+from rewriter.runtime.torch_marks import register_node
+from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
 @dataclass(frozen=True)
@@ -63,3 +79,130 @@ def segment_positions(segment_ids_BS: Tensor) -> Tensor:
 
 
 register_node(Context, ("cache", "position", "first_valid", "segment_ids"), ("shards",))
+
+
+def shard_tokens(x: Tensor, ctx: Context, fill: float = 0) -> Tensor:
+    """This rank's own tokens [B, count, ...] of the full `x` [B, S, ...], padded with `fill`.
+
+    `x` itself where tokens are not sharded. Raises RewriterError if S is not the length of the context's sequences.
+    """
+    shards = ctx.shards
+    if shards is None:
+        return x
+    if x.shape[1] != shards.length:
+        raise RewriterError(
+            f"shard_tokens: shape {list(x.shape)} has {x.shape[1]} tokens, expected the {shards.length} of input_ids. "
+            "Every rank passes full sequences"
+        )
+    return _own_tokens(x, shards, fill)
+
+
+def _own_tokens(x: Tensor, shards: Shards, fill: float = 0) -> Tensor:
+    return take_tokens(x, 1, shards.axis.plan.layout, shards.axis.rank, shards.axis.ranks, fill)
+
+
+def gather_tokens(x: Tensor, ctx: Context) -> Tensor:
+    """The full tensor [B, S, ...], without padding, of every rank's own tokens `x` [B, count, ...].
+
+    `x` itself where tokens are not sharded.
+    """
+    shards = ctx.shards
+    if shards is None:
+        return x
+    _check_count(x, shards, "gather_tokens")
+
+    def joined(x: Tensor) -> Tensor:
+        parts = [part for (part,) in gather_start([x], shards.axis.group, "tokens").wait()]
+        return join_tokens(parts, 1, shards.axis.plan.layout, shards.length)
+
+    return with_gradient(x, joined, lambda gradient: _own_tokens(gradient, shards))
+
+
+def _no_gradient(gradient: Tensor) -> Tensor:
+    raise RewriterError(
+        "logits_to_keep: no gradient where tokens are sharded, since each rank computes the same last logits, "
+        "and the head's gradient would be counted once per rank. Leave it out, or pass labels"
+    )
+
+
+def last_tokens(x: Tensor, n: int, ctx: Context) -> Tensor:
+    """The last n tokens [B, n, ...] of every row on every rank, of the tokens `x` that a rank holds; 0 keeps `x`.
+
+    Padding is never among them. Fewer where the sequences have fewer. A backward pass through it raises RewriterError.
+    """
+    shards = ctx.shards
+    if n == 0 or shards is None:
+        return x[:, -n:]
+    _check_count(x, shards, "last_tokens")
+    axis, count = shards.axis, shards.count
+    places = torch.cat([shards.indices_of(rank, x.device) for rank in range(axis.ranks)])
+    where = torch.argsort(places)[max(0, shards.length - n) : shards.length]  # rank · count + local index
+    owner = where // count
+    # every rank sends n rows, of which only its own are read
+    rows = x.index_select(1, torch.where(owner == axis.rank, where % count, 0))
+
+    def of_owners(rows: Tensor) -> Tensor:
+        parts = torch.stack([part for (part,) in gather_start([rows], axis.group, "last tokens").wait()])
+        return parts[owner, :, torch.arange(len(owner), device=x.device)].transpose(0, 1).contiguous()
+
+    return with_gradient(rows, of_owners, _no_gradient)
+
+
+def _check_count(x: Tensor, shards: Shards, name: str) -> None:
+    if x.shape[1] != shards.count:
+        raise RewriterError(
+            f"{name}: shape {list(x.shape)} has {x.shape[1]} tokens, expected {shards.count}: those that a rank of "
+            f"{shards.axis.ranks} holds of {shards.length}"
+        )
+
+
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64: neighbouring places get weights that look random
+_PIECE = 1 << 22  # elements at a time: places take 8 bytes each
+
+
+@torch.no_grad()
+def check_agreement(group: ProcessGroup | None, device: torch.device, **inputs: Tensor | None) -> None:
+    """Raises RewriterError on every rank of `group` unless all were given equal `inputs`, naming the first that differ.
+
+    Ranks compare shapes and a sum of all values with weights by place: a few numbers, which the host reads. Left out
+    while torch.compile traces.
+    """
+    if group is None or torch.compiler.is_compiling():
+        return
+    own = torch.stack([_digest(x, device) for x in inputs.values()])
+    every = torch.stack([part for (part,) in gather_start([own], group, "agreement").wait()]).cpu()
+    same = (every == every[0]).all(-1)  # [ranks, inputs]
+    if bool(same.all()):
+        return
+    index = int((~same).any(0).nonzero()[0])
+    other = int((~same[:, index]).nonzero()[0])
+    what = " and ".join(_described(every[rank, index].tolist()) for rank in (0, other))
+    raise RewriterError(
+        f"{list(inputs)[index]} differ between ranks 0 and {other} of {group.size()} that share sequences: {what}. "
+        "Pass the same full rows on all of them: give rows to the replicas of the mesh's dimension dp, not to all "
+        "processes"
+    )
+
+
+def _digest(x: Tensor | None, device: torch.device) -> Tensor:
+    """int64 [4]: dimensions (−1 without a tensor), the first and the second of them, the sum of weighted values."""
+    if x is None:
+        return torch.tensor([-1, 0, 0, 0], device=device)
+    sizes = [x.dim(), *x.shape[:2], *[1] * max(0, 2 - x.dim())]
+    return torch.cat([torch.tensor(sizes, device=device), checksum(x).to(device)[None]])
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Of the bits of x, with weights by place: an int64 without dimensions."""
+    bits = x.reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE].long()
+        places = torch.arange(start + 1, start + 1 + len(piece), device=x.device) * _FACTOR
+        total += (piece * (places ^ (places >> 29))).sum()
+    return total
+
+
+def _described(digest: list[int]) -> str:
+    dimensions, *sizes, total = digest
+    return "None" if dimensions < 0 else f"shape {sizes[:dimensions]} with check sum {total & 0xFFFFFFFF:08x}"

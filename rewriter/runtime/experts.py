@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewriter.common.errors import RewriterError
-from rewriter.ops import ACTIVATIONS, ExpertLayout, gated
-from rewriter.runtime.compiler_marks import not_compiled
-from rewriter.runtime.cuda_graph import host_waits
-from rewriter.runtime.products import product
+from rewriter.ops import ExpertLayout, gated
+from rewriter.runtime.compiled import product
+from rewriter.runtime.streams import host_waits
+from rewriter.runtime.torch_marks import not_compiled
 
 FEW = 16  # choices whose experts' weights are copied, rather than that the host waits to know them
 
@@ -45,10 +44,6 @@ def experts(
     on a GPU. Not so for up to `FEW` choices without gradients there and in compiled graphs: each of them takes its
     expert's weights.
     """
-    if act not in ACTIVATIONS:
-        raise RewriterError(f"experts: activation {act!r} is unknown, expected one of {', '.join(sorted(ACTIVATIONS))}")
-    if layout not in ("concatenated", "interleaved", "ungated"):
-        raise RewriterError(f"experts: layout {layout!r}, expected 'concatenated', 'interleaved' or 'ungated'")
     gate: dict[str, Any] = dict(act=act, layout=layout, limit=limit, slope=slope, offset=offset)
     weights = (up_E2ID, down_EDI, up_bias_E2I, down_bias_ED)
     by_choice = host_waits(x_ND) or torch.compiler.is_compiling()

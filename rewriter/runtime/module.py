@@ -13,14 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_tokens
-from rewriter.runtime.agreement import check_agreement
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.cache import SlotSpec, StaticCache
-from rewriter.runtime.context import Context, positions, segment_positions
-from rewriter.runtime.gradient_sums import sum_gradients
-from rewriter.runtime.loss import IGNORED, global_loss, next_tokens
-from rewriter.runtime.replicas import Replicas
-from rewriter.runtime.sequence import shard_tokens
-from rewriter.runtime.sequence_axis import SequenceAxis
+from rewriter.runtime.context import Context, check_agreement, positions, segment_positions, shard_tokens
+from rewriter.runtime.replicas import IGNORED, Replicas, global_loss, next_tokens, sum_gradients
 
 
 class LocalLogits(NamedTuple):
@@ -84,10 +80,10 @@ class RuntimeModel(nn.Module):
         With `labels` (int64 [B, S], the tokens themselves; −100 is ignored) the result is a LossOutput, with the loss
         that transformers computes on one device: position t is asked for label t + 1, and the mean is that of all
         targets of all rows, on all ranks. Without any target it is 0, and so are gradients. Backward leaves every
-        rank the gradient of this mean: see `rewriter.runtime.gradient_sums`.
+        rank the gradient of this mean: see `rewriter.runtime.replicas`.
 
         Raises RewriterError for tokens beyond the vocabulary (on a CPU, and where they do not follow others), for
-        tokens after a cache without their positions, for labels, positions or segments of another shape than the
+        tokens after a cache without their positions, for labels, padding or segments of another shape than the
         tokens, for arguments that exclude each other, and where ranks that share sequences are given different ones.
         """
         ctx = self._context(input_ids_BS, ctx or Context())
@@ -139,6 +135,11 @@ class RuntimeModel(nn.Module):
             raise RewriterError(
                 f"segment_ids {list(ctx.segment_ids.shape)}: expected the shape of input_ids, "
                 f"{list(input_ids_BS.shape)}"
+            )
+        if ctx.first_valid is not None and ctx.first_valid.shape != input_ids_BS.shape[:1]:
+            raise RewriterError(
+                f"first_valid {list(ctx.first_valid.shape)}: expected the padding of each row, "
+                f"{list(input_ids_BS.shape[:1])}"
             )
         if self.sequence is None or self.sequence.ranks == 1:
             return ctx

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from rewriter.common.errors import RewriterError
-from rewriter.runtime.collectives import Shared, once, share, shared_gradient
-from rewriter.runtime.copy_to_group import copy_to_group
-from rewriter.runtime.process_groups import group_rank
+from rewriter.runtime.collectives.differentiable import Shared, once, share, shared_gradient
+from rewriter.runtime.collectives.gradients import copy_to_group
+from rewriter.runtime.collectives.process_groups import group_rank
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -28,11 +27,6 @@ class ColumnParallelLinear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, shared: Shared | None = None) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        if shared is not None and shared.rows != out_features:
-            raise RewriterError(
-                f"ColumnParallelLinear: ranges {shared.ranges} hold {shared.rows} rows, expected {out_features} "
-                "local outputs"
-            )
         self.shared = shared
 
     def forward(self, input: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Distributed attention has four facets, each with one place for every kind of pla
     layout      which tokens each rank holds       `SequencePlan.layout`, `rewriter.sequence.token_layout`
     messages    the exact bytes of every message   `rewriter.analysis.distributed_attention`
     cost        estimates of memory and time       the same
-    run         forward and backward on a rank     `rewriter.runtime.attention.algorithms`
+    run         forward and backward on a rank     `rewriter.runtime.attention.sequence_axis`
 """
 
 from __future__ import annotations

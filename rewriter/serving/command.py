@@ -19,7 +19,8 @@ from rewriter.common.packages import EXTRAS, present
 from rewriter.common.shrink_sizes import HEADS, KV_HEADS, rope_types
 from rewriter.common.text_settings import text_settings
 from rewriter.common.tokenizer_code import own_code
-from rewriter.emit.manifest import MANIFEST, Manifest, damage, healing, read_manifest
+from rewriter.output.manifest import Manifest, damage, healing, read_manifest
+from rewriter.output.names import MANIFEST
 from rewriter.serving.schedule import Unsupported, schedule_of
 from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.weights import Checkpoint

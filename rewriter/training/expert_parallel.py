@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention.mesh import flattened
-from rewriter.runtime.exchange import all_to_all_uneven_start, gather_start
+from rewriter.runtime.collectives.exchange import all_to_all_uneven_start, gather_start
 from rewriter.training.zero.buckets import BUCKET_BYTES, Bucket, bucketed
 from rewriter.training.zero.master_weights import clip
 

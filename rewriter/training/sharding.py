@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.gradient_sums import leave_gradients
 from rewriter.runtime.module import RuntimeModel
+from rewriter.runtime.replicas import leave_gradients
 from rewriter.training.zero.master_weights import Parameters
 from rewriter.training.zero.stages import ZeroOptimizer, zero_optimizer
 

@@ -14,8 +14,8 @@ from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.text_settings import check_tokens, context_length, vocabulary_size
 from rewriter.common.tokenizer_code import own_code
-from rewriter.emit.manifest import Drift
 from rewriter.ir import Program
+from rewriter.output.manifest import Drift
 from rewriter.tracing.meta_model import needs_own_code
 from rewriter.verify.simulate import load_weights, simulate
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from rewriter.emit.manifest import ranks_of
 from rewriter.ir import Program
+from rewriter.output.names import ranks_of
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import least_quantized
 from rewriter.tracing.meta_model import build_on_meta

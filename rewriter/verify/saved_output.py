@@ -10,7 +10,8 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import check_sha256, read_json
-from rewriter.emit.manifest import Manifest, ranks_of, read_manifest
+from rewriter.output.manifest import Manifest, read_manifest
+from rewriter.output.names import ranks_of
 from rewriter.weights import references
 from rewriter.weights.expressions import Expression, Tensor
 

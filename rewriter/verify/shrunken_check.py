@@ -18,9 +18,9 @@ from rewriter.common.errors import VerificationError
 from rewriter.common.scratch import scratch_folder
 from rewriter.common.shrink_sizes import rope_types
 from rewriter.common.text_settings import context_length
-from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.ir import Program
 from rewriter.ops import SequencePlan
+from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.base import Pass, bound_ranks, single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.tracing import trace

@@ -13,8 +13,8 @@ import typer
 from pydantic import BaseModel
 
 from rewriter.cli.app import COMMANDS, commands, conversion
-from rewriter.emit import manifest
 from rewriter.fabric.schema import LIBRARY, fabrics, load_fabric
+from rewriter.output import manifest
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import entries, find
 

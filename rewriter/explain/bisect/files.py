@@ -9,13 +9,13 @@ from collections.abc import Collection, Sequence
 import torch
 
 from rewriter.convert.reopened import Reopened
-from rewriter.emit.manifest import Manifest
 from rewriter.explain.bisect.finding import Fault
 from rewriter.explain.bisect.locate import changed_lines, layer_of_path
 from rewriter.explain.diff.compare import lines_of
 from rewriter.explain.diff.differences import norm_text
 from rewriter.explain.diff.tensors import tensor_difference
 from rewriter.ir import Program, walk_modules
+from rewriter.output.manifest import Manifest
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Expression, Tensor
 from rewriter.weights.references import references_text

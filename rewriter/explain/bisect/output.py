@@ -14,7 +14,6 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
-from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
 from rewriter.emit.output_directory import sha256_of
 from rewriter.explain.bisect.files import WEIGHTS, compare_text, compare_weights, generated_files, not_finite
 from rewriter.explain.bisect.finding import Bisection, Fault, Step
@@ -24,6 +23,8 @@ from rewriter.explain.bisect.recording import record
 from rewriter.explain.bisect.values import LOGITS, Values, difference, first_parting
 from rewriter.explain.bisect.watching import run_output
 from rewriter.ir import Program
+from rewriter.output.manifest import read_manifest
+from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.verify.comparison import REAL_WEIGHTS

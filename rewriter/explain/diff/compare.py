@@ -23,7 +23,7 @@ from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, mesh_of, read_manifest
+from rewriter.emit.manifest import mesh_of
 from rewriter.emit.output_files import runtime_module
 from rewriter.explain.diff.differences import CodeDifference, Differences, Row, TensorDifferences
 from rewriter.explain.diff.page import page
@@ -31,6 +31,8 @@ from rewriter.explain.diff.programs import layers_between, passes_between, passe
 from rewriter.explain.diff.tensors import tensors_between
 from rewriter.explain.diff.terminal import tables
 from rewriter.ir import Program
+from rewriter.output.manifest import Manifest, read_manifest
+from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.base import single_device
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe

@@ -27,10 +27,11 @@ from torch.distributed import ProcessGroup
 
 from rewriter.kernels import accumulation_dtype, merge
 from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
+from rewriter.runtime.attention.exchanges import interleaved
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.partial_merge import unseen
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
-from rewriter.runtime.exchange import Transfer, all_to_all_start, exchange_start, gather_start
+from rewriter.runtime.collectives.exchange import Transfer, all_to_all_start, exchange_start, gather_start
 from rewriter.sequence.token_layout import TokenRun
 
 
@@ -101,11 +102,6 @@ def _exchanged(tensors: Sequence[Tensor], mesh: AttentionMesh, back: bool, name:
     to, source = (by_rows, wanted_by) if back else (wanted_by, by_rows)
     arrived = exchange_start(tensors, mesh.members[to], mesh.members[source], name, mesh.in_grid).wait()
     return tuple(t.clone() for t in arrived)  # they are kept: without the buffer of the message
-
-
-def interleaved(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Tensors of sorted tokens from those of several ranks: dimension 2 takes one token of each in turn."""
-    return tuple(p[0] if len(p) == 1 else torch.stack(p, 3).flatten(2, 3) for p in zip(*parts, strict=True))
 
 
 def scatter_start(

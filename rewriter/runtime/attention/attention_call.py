@@ -1,4 +1,4 @@
-"""What an algorithm of distributed attention is on a rank, and what it is given beside its tensors."""
+"""What an algorithm of distributed attention is on a rank, and what it is given besides its tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,40 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rewriter.runtime.attention import sinks
+from rewriter.kernels import Format, dequantize_vectors, quantize_vectors
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.quantized_kv import QuantizedKV
-from rewriter.runtime.attention.visibility import Visibility
+from rewriter.runtime.attention.partial_merge import fold_sinks
+from rewriter.runtime.attention.tiles import Visibility
+
+
+@dataclass(frozen=True)
+class QuantizedKV:
+    """Keys and values that travel quantized: in `format`, keys of `head_dim` and values of `value_dim` elements of
+    `dtype`.
+
+    The rank that computed them quantizes them once, each head's vector of a token by itself, and all that is sent, kept
+    for backward and gathered again are these bytes. So every rank computes with the same values, the owner too, and
+    backward with those of forward; what a vector becomes depends neither on the grid nor on its neighbours. Queries,
+    outputs, log-sum-exps and gradients travel as they are; the gradient of a dequantized value is taken for that of
+    the value (straight through).
+    """
+
+    format: Format
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    def closed(self, k_BKSD: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 [B, K, S, W] each: what travels."""
+        return quantize_vectors(k_BKSD, self.format), quantize_vectors(v_BKSE, self.format)
+
+    def opened(self, k_BKSW: Tensor, v_BKSW: Tensor) -> tuple[Tensor, Tensor]:
+        """(k_BKSD, v_BKSE), of any of these heads and tokens in any order."""
+        return (
+            dequantize_vectors(k_BKSW, self.format, self.head_dim, self.dtype),
+            dequantize_vectors(v_BKSW, self.format, self.value_dim, self.dtype),
+        )
+
 
 KeysAndValues = tuple[Tensor, Tensor]
 
@@ -44,7 +74,7 @@ class AttentionCall:
 
     def finished(self, o_BHSE: Tensor, lse_BHS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(o in `dtype`, lse) with the sinks, of the sums over all keys."""
-        o, lse = sinks.fold(o_BHSE, lse_BHS, self.sinks_H)
+        o, lse = fold_sinks(o_BHSE, lse_BHS, self.sinks_H)
         return o.to(dtype), lse
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import accumulation_dtype, decode_attention
 from rewriter.ops import MaskSpec
-from rewriter.runtime.attention.decode import decode_attention as decode_over_ranks
 from rewriter.runtime.attention.local import in_autocast_dtype
+from rewriter.runtime.attention.sequence_op import decode_attention as decode_over_ranks
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.cache import SequenceCache, StaticCache
+from rewriter.runtime.compiled import in_memory
 from rewriter.runtime.context import Context, segment_positions
-from rewriter.runtime.products import in_memory
 
 
 def attention(

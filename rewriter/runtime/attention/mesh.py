@@ -88,11 +88,6 @@ class AttentionMesh:
     def rank(self) -> int:
         return (self.head_index * self.columns + self.column) * self.rows + self.row
 
-    def of_heads(self) -> AttentionMesh:
-        """The ranks of a column as those that exchange heads, (P, 1, 1)."""
-        size, row, group = self.rows, self.row, self.in_column
-        return AttentionMesh(size, 1, 1, row, 0, 0, (self.members[row],), group, None, None)
-
     @classmethod
     def of(cls, mesh: DeviceMesh) -> AttentionMesh:
         """The grid of a mesh with (some of) the dimensions heads, columns, rows; others may stand around them.

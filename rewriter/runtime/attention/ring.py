@@ -29,11 +29,10 @@ from torch import Tensor
 from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
+from rewriter.runtime.attention.exchanges import RingExchange
 from rewriter.runtime.attention.partial_merge import Merger, unseen
-from rewriter.runtime.attention.ring_exchange import RingExchange
-from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
-from rewriter.runtime.attention.visibility import Visibility
-from rewriter.runtime.exchange import Tensors, Transfer, pack, unpack
+from rewriter.runtime.attention.tiles import Gradients, Visibility, tile_backward, tile_forward
+from rewriter.runtime.collectives.exchange import Tensors, Transfer, pack, unpack
 from rewriter.sequence.token_layout import TokenRun, runs
 
 

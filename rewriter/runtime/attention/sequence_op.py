@@ -1,4 +1,5 @@
-"""Attention over the tokens of all ranks of a sequence axis as one operator of torch: `rewriter::sequence_attention`.
+"""Attention over the tokens of all ranks of a sequence axis as operators of torch: `rewriter::sequence_attention` for
+full sequences, `rewriter::decode_attention` for tokens that follow them.
 
 Exchange of heads, the plan's algorithm, exchange back; where the plan quantizes keys and values, that comes first. The
 operator has a fake and a gradient, so that torch.compile sees one node; it finds its process groups by a string,
@@ -15,82 +16,16 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import accumulation_dtype, vector_bytes
-from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime.attention import heads
-from rewriter.runtime.attention import sinks as sink_logits
-from rewriter.runtime.attention.algorithms import AttentionAxis, axis
-from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors
-from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype
+from rewriter.kernels import accumulation_dtype, merge, vector_bytes
+from rewriter.ops import MaskSpec
+from rewriter.runtime.attention import exchanges
+from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors, QuantizedKV
+from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype, kernel_forward
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.quantized_kv import QuantizedKV
-from rewriter.runtime.attention.visibility import Visibility
-from rewriter.runtime.interruption import messages_under_way
-
-# --- what can be attended, said before anything is sent ---
-
-
-def check(
-    axis: AttentionAxis,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    length: int,
-    first_valid: Tensor | None,
-    segments: Tensor | None,
-    sinks: Tensor | None,
-) -> None:
-    """Raises RewriterError for tensors that do not fit each other, the plan, or the length."""
-    name = f"sequence attention ({axis.plan})"
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if not (q.dim() == k.dim() == v.dim() == 4):
-        raise RewriterError(f"{name}: {shapes}; expected [batch, heads, tokens, head size] each")
-    if not (q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2] == v.shape[2]):
-        raise RewriterError(f"{name}: {shapes}; expected equal batches and local tokens")
-    if q.shape[3] != k.shape[3] or k.shape[1] != v.shape[1]:
-        raise RewriterError(f"{name}: {shapes}; expected q and k of one head size, k and v of as many heads")
-    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
-        raise RewriterError(f"{name}: q {q.dtype}, k {k.dtype}, v {v.dtype}; expected one floating dtype")
-    check_kernels(q)
-    check_heads(axis.plan, q.shape[1], k.shape[1])
-    local = axis.plan.local_tokens(length)
-    if q.shape[2] != local:
-        raise RewriterError(
-            f"{name}: {length} tokens on {axis.plan.ranks} ranks are {local} on each, padding included, but q has "
-            f"{q.shape[2]}. Shard with rewriter.sequence.token_layout.take_tokens, which pads"
-        )
-    batch = q.shape[0]
-    if first_valid is not None and first_valid.shape != (batch,):
-        raise RewriterError(f"{name}: first_valid {list(first_valid.shape)}; expected one position a row, [{batch}]")
-    if segments is not None and segments.shape != (batch, length):
-        raise RewriterError(
-            f"{name}: segment_ids {list(segments.shape)}; expected those of the full sequence, [{batch}, {length}], "
-            "on every rank"
-        )
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise RewriterError(f"{name}: sinks {list(sinks.shape)}; expected one a query head, [{q.shape[1]}]")
-
-
-def check_heads(plan: SequencePlan, query: int, kv: int) -> None:
-    """Raises RewriterError unless `query` heads share `kv` ones evenly and the plan's heads axis can shard both.
-
-    Key/value heads may also be fewer than that axis is long, if they divide it: they are repeated.
-    """
-    if query % kv:
-        raise RewriterError(f"{query} query heads do not divide by {kv} key/value heads")
-    fits = [h for h in range(1, query + 1) if query % h == 0 and (kv % h == 0 or h % kv == 0)]
-    if plan.grid[0] in fits:
-        return
-    *others, last = (str(h) for h in fits if plan.ranks % h == 0)
-    choice = f"{', '.join(others)} or {last}" if others else last
-    whose = "query" if query % plan.grid[0] else "key/value"
-    raise RewriterError(
-        f"{query if whose == 'query' else kv} {whose} heads do not divide by heads={plan.grid[0]}: choose a grid with "
-        f"heads {choice}"
-    )
-
-
-# --- the operator ---
+from rewriter.runtime.attention.partial_merge import fold_sinks, sinks_gradient
+from rewriter.runtime.attention.sequence_axis import axis
+from rewriter.runtime.attention.tiles import Visibility
+from rewriter.runtime.collectives.exchange import gather_start, messages_under_way
 
 
 def sequence_attention(
@@ -100,22 +35,30 @@ def sequence_attention(
     key: str,
     *,
     mask: MaskSpec,
-    scale: float | None = None,
-    length: int | None = None,
+    scale: float,
+    length: int,
     first_valid: Tensor | None = None,
     segment_ids: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys of all ranks that `mask` shows; o [B, H, S, E] of this rank's tokens.
 
-    q, k and v are those of the S tokens that this rank holds under the plan that `register` returned `key` for; see
-    `attention2d` for the other arguments, the gradients and the errors.
+    q, k and v are those of the S tokens that this rank holds under the plan that `register` returned `key` for, of
+    sequences of `length` tokens, padded at the right to a multiple of the plan's; padding gives 0 and no gradient.
+    Query head h reads key/value head h // (H / K). Any floating dtype; scores, softmax and sums over tiles and ranks
+    are fp32 (fp64 for fp64), what travels is of q's dtype.
+
+    The same on all ranks: first_valid, int64 [B], the first positions of a row are padding too; segment_ids, int64
+    [B, length], packed sequences, none of which sees another; sinks [H], logits that take probability and return
+    nothing, whose gradient on a rank is its part of a sum over ranks.
+
+    Differentiable once, and under torch.compile(fullgraph=True). Backward keeps as many tokens as forward was given,
+    nothing gathered, and sends and receives on all ranks: all must call it. Raises RewriterError, before anything is
+    sent, for a `key` that was not registered and for a dtype without a kernel.
     """
-    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
-    length = axis(key).plan.ranks * q_BHSD.shape[2] if length is None else length
     q, k, v = in_autocast_dtype(q_BHSD, k_BKSD, v_BKSE)
-    found: Tensor = _forward(q, k, v, first_valid, segment_ids, sinks, key, *astuple(mask), scale, length)[0]
-    return found
+    o: Tensor = _forward(q, k, v, first_valid, segment_ids, sinks, key, *astuple(mask), scale, length)[0]
+    return o
 
 
 @torch.library.custom_op("rewriter::sequence_attention", mutates_args=())
@@ -134,7 +77,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(o, lse, then q, k, v, o as backward wants them: empty where they are the operator's own arguments or result)."""
     where = axis(key)
-    check(where, q, k, v, length, first_valid, segments, sinks)
+    check_kernels(q)
     quantized, nothing = where.quantized(k, v), q.new_empty(0)
     seen = _seen(kind, size, length, first_valid, segments)
     call = AttentionCall(where.mesh, seen, scale, quantized, None if sinks is None else _own_sinks(sinks, where.mesh))
@@ -142,9 +85,9 @@ def _forward(
         k, v = quantized.closed(k, v)
     with messages_under_way("sequence attention"):
         if where.exchanges_heads:
-            q, k, v = heads.to_heads([q, k, v], where.mesh, "heads.qkv")
+            q, k, v = exchanges.to_heads([q, k, v], where.mesh, "heads.qkv")
             o_kept, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call)
-            (o,) = heads.to_tokens([o_kept], where.mesh, "heads.o")
+            (o,) = exchanges.to_tokens([o_kept], where.mesh, "heads.o")
             return o, lse, q, k_kept, v_kept, o_kept
         k = k.contiguous()
         o, lse, k_kept, v_kept = where.algorithm.forward(q.contiguous(), k, v.contiguous(), call)
@@ -157,9 +100,9 @@ def _forward(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    first_valid, segments, sinks, key, *_, length = rest
+    key = rest[3]
     where = axis(key)
-    check(where, q, k, v, length, first_valid, segments, sinks)
+    check_kernels(q)
     h, (batch, query_heads, tokens, _) = where.mesh.heads, q.shape
     kv_heads = max(k.shape[1] // h, 1)
     o = q.new_empty(batch, query_heads, tokens, v.shape[3])
@@ -202,16 +145,16 @@ def _backward(
         quantized = QuantizedKV(where.format, q.shape[3], do.shape[3], q.dtype)
     call = AttentionCall(where.mesh, _seen(kind, size, length, first_valid, segments), scale, quantized)
     with messages_under_way("sequence attention"):
-        (do,) = heads.to_heads([do.contiguous()], where.mesh, "heads.do")
+        (do,) = exchanges.to_heads([do.contiguous()], where.mesh, "heads.do")
         dq, dk, dv = where.algorithm.backward(OwnTensors(do, q, o, lse), (k, v), call)
         dsinks = q.new_empty(0)
         if sinks is not None:
             dsinks = torch.zeros_like(sinks)
             own = _own_sinks(sinks, where.mesh)
-            _own_sinks(dsinks, where.mesh).copy_(sink_logits.gradient(do, o, lse, own))
+            _own_sinks(dsinks, where.mesh).copy_(sinks_gradient(do, o, lse, own))
         if where.exchanges_heads:
-            dq, dk, dv = heads.to_tokens([dq, dk, dv], where.mesh, "heads.dqkv")
-            dk, dv = (heads.summed_copies(x, kv_heads) for x in (dk, dv))
+            dq, dk, dv = exchanges.to_tokens([dq, dk, dv], where.mesh, "heads.dqkv")
+            dk, dv = (exchanges.summed_copies(x, kv_heads) for x in (dk, dv))
         return dq, dk, dv, dsinks
 
 
@@ -263,4 +206,49 @@ def _seen(kind: str, size: int | None, length: int, first_valid: Tensor | None, 
 
 
 def _own_sinks(sinks_H: Tensor, mesh: AttentionMesh) -> Tensor:
-    return heads.own_heads(sinks_H[None], mesh.head_index, mesh.heads)[0]
+    return exchanges.own_heads(sinks_H[None], mesh.head_index, mesh.heads)[0]
+
+
+# --- new tokens, over keys that are sharded ---
+
+
+def decode_attention(
+    q_BHSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTE: Tensor,
+    visible: Tensor,
+    key: str,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys of all ranks; o [B, H, S, E] in q's dtype, equal on all of them.
+
+    Each rank attends over its own keys and sends a row of the output and one number per query and head, and no keys;
+    the parts are merged by their log-sum-exp. q is that of the new tokens, k and v those that this rank holds; query
+    head h reads key/value head h // (H / K). `visible`: boolean [B or 1, 1, S, T]; a rank may see nothing, but each
+    query sees a key of some rank. `sinks` [H]: a logit per head that takes probability and returns nothing. Parts
+    travel with o in the model's dtype and the log-sum-exp in fp32 (fp64 of fp64), and are merged in the latter. Without
+    gradient. Raises RewriterError for a `key` that was not registered.
+    """
+    q, k, v = in_autocast_dtype(q_BHSD, k_BKTD, v_BKTE)
+    o: Tensor = _decode(q, k, v, visible, sinks, key, scale)
+    return o
+
+
+@torch.library.custom_op("rewriter::decode_attention", mutates_args=())
+def _decode(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None, key: str, scale: float) -> Tensor:
+    batch, heads, queries, _ = q.shape
+    groups = heads // k.shape[1]
+    # The query heads of a group are rows of one attention, so that K and V are read once and never repeated.
+    rows = q.reshape(batch, k.shape[1], groups * queries, -1)
+    o, lse = kernel_forward(rows, k, v, visible.repeat(1, 1, groups, 1), False, scale)
+    part = o.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
+    o, lse = merge(gather_start(part, axis(key).group if key else None, "decode").wait())
+    o, _ = fold_sinks(o, lse, sinks)
+    return o.to(q.dtype)
+
+
+@_decode.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None, key: str, scale: float) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])

@@ -1,1 +1,1 @@
-"""Collectives whose messages are quantized; see `rewriter.runtime.collectives` for the functions of tensors."""
+"""Collectives whose messages are quantized."""

@@ -1,11 +1,12 @@
-"""Quantized collectives of flat tensors, started now and waited for later. They know nothing of autograd.
+"""Quantized collectives of flat tensors, started now and waited for later, and the all-reduce of any tensor.
 
-Each gives a Transfer, whose `wait` gives the result. With `wait=True` nothing is to be done meanwhile: this thread runs
-all of it, on the current stream. Otherwise all messages go out while the caller computes; see `worker`.
+Those of flat tensors know nothing of autograd. Each gives a Transfer, whose `wait` gives the result. With `wait=True`
+nothing is to be done meanwhile: this thread runs all of it, on the current stream. Otherwise all messages go out while
+the caller computes; see `schedule_worker`.
 
 P ranks of `topology`: a ProcessGroup, a mesh of one dimension, or of two (nodes, ranks of a node); an axis of one rank
-sends nothing, and where there is one rank all is exact. Formats are names
-(`rewriter.kernels.formats`), "INSIDE/BETWEEN" for two steps. bf16, fp16 and fp32; sums are fp32.
+sends nothing, and where there is one rank all is exact. Formats are names (`rewriter.kernels.formats`),
+"INSIDE/BETWEEN" for two steps. bf16, fp16 and fp32; sums are fp32.
 
 With `seed`, an int that all ranks give alike and that no two calls share, messages are dithered, so that the error has
 the mean 0 over seeds and ranks; without, they are rounded to the nearest. What is given must not be written until the
@@ -21,14 +22,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import DTYPES, Format, slice_length
-from rewriter.runtime.exchange import Transfer
+from rewriter.runtime.collectives.exchange import Pending, Transfer
+from rewriter.runtime.collectives.log import observe
 from rewriter.runtime.quantized import schedule_worker, schedules
 from rewriter.runtime.quantized.schedule_worker import Schedule
 from rewriter.runtime.quantized.schedules import Chunk, StepFormats, chunks, step_formats
-from rewriter.runtime.quantized.topology import Topology, background, topology_of
+from rewriter.runtime.quantized.topology import Topology, background, by_key, topology_key, topology_of
 
 MeshOrGroup = Topology | DeviceMesh | ProcessGroup | None
 
@@ -87,11 +90,6 @@ def all_gather_start(
     x_N, ranks = x_N.reshape(-1), call.topology.ranks
     if out is None:
         out = x_N.new_empty(ranks, x_N.shape[0], dtype=dtype)
-    elif out.numel() != ranks * x_N.shape[0] or out.dtype != dtype or not out.is_contiguous():
-        raise RewriterError(
-            f"{called('all_gather', name)}: out is {out.dtype} {list(out.shape)}, expected contiguous {dtype} of "
-            f"{ranks} × {x_N.shape[0]} elements"
-        )
     x_PN = out.view(ranks, x_N.shape[0])
     if ranks == 1:
         x_PN[0].copy_(x_N)
@@ -135,26 +133,6 @@ def all_reduce_start(
 
     transfer = _start(schedule, 2, x_PN, y_PN, call, stages, wait)
     return Transfer([transfer], lambda: y_PN.view(-1)[: x.numel()].view(x.shape))
-
-
-def all_to_all_start(
-    x_PN: Tensor, topology: MeshOrGroup, formats: str | Format, *, name: str = "", wait: bool = False
-) -> Transfer:
-    """y_PN [P, N]: row r of x [P, N] (or flat) went to rank r, and row r of y came from it.
-
-    Quantized once, to the nearest; one's own row is given back as it is. With two steps, what is for other nodes goes
-    through the local rank at the receiver's place. Raises RewriterError as `reduce_scatter_start`.
-    """
-    call = _call("all_to_all", x_PN, topology, formats, name)
-    x_PN = _rows(x_PN, "all_to_all", call)
-    y_PN = torch.empty_like(x_PN, memory_format=torch.contiguous_format)
-    if call.topology.ranks == 1:
-        return _there(y_PN.copy_(x_PN))
-
-    def schedule(part: slice, chunk: Chunk) -> Schedule:
-        return schedules.all_to_all(x_PN[:, part], y_PN[:, part], chunk)
-
-    return _start(schedule, 1, x_PN, y_PN, call, 1, wait)
 
 
 def called(function: str, name: str) -> str:
@@ -215,3 +193,56 @@ def _start(
     if len(parts) == 1 and messages * where.steps == 1:
         return schedule_worker.start_one(made(where)[0], result, [x])
     return schedule_worker.start(made(where if x.is_cuda else background(where)), result, [x])
+
+
+# --- tensors of any shape, with gradients ---
+
+
+def quantized_all_reduce(
+    x: Tensor, mesh_or_group: MeshOrGroup, *, format: str | Format, stages: int = 1, name: str = ""
+) -> Tensor:
+    """The sum of the partial `x` over all ranks, equal bits on all of them; a new tensor of x's shape and dtype.
+
+    Rounding is passed straight through: the gradient is that of the exact all-reduce, the identity (partial →
+    replicated). A single node for torch.compile. `name` says in errors and events which collective it is. Raises
+    RewriterError for formats, dtypes and meshes that it cannot do.
+    """
+    total: Tensor = _all_reduce(x, topology_key(mesh_or_group), str(format), stages, name)
+    return total
+
+
+def quantized_all_reduce_start(
+    x: Tensor, mesh_or_group: MeshOrGroup, *, format: str | Format, stages: int = 1, name: str = ""
+) -> Pending:
+    """Begin `quantized_all_reduce`; `all_reduce_wait` gives the sum.
+
+    Unlike the exact `all_reduce_start` it does not sum in place: x is kept, and must not be written, until the sum has
+    been waited for. All messages of the collective go out meanwhile: on CUDA from its own stream, on CPU from its own
+    thread, which quantizes and sums there and uses its own process groups. All ranks start their
+    collectives in the same order. Not for compiled graphs: start and wait stand between them.
+    """
+    topology = topology_of(mesh_or_group)
+    if topology.ranks == 1:
+        return Pending(x, None, name, None)
+    with record_function(f"rewriter::quantized_all_reduce_start {name}".rstrip()):
+        observe("start", name, x, topology)
+        work = all_reduce_start(x.detach(), topology, format, stages=stages, name=name)
+    return Pending(x, work, name, topology)
+
+
+@torch.library.custom_op("rewriter::quantized_all_reduce", mutates_args=())
+def _all_reduce(x: Tensor, key: str, format: str, stages: int, name: str) -> Tensor:
+    topology = by_key(key)
+    observe("start", name, x, topology)
+    total: Tensor = all_reduce_start(x, topology, format, stages=stages, name=name, wait=True).wait()
+    observe("wait", name, x, topology)
+    return total
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, key: str, format: str, stages: int, name: str) -> Tensor:
+    checked_formats("all_reduce", x, by_key(key), format, name)  # while tracing, too
+    return x.new_empty(x.shape)
+
+
+_all_reduce.register_autograd(lambda ctx, gradient: (gradient, *(None,) * 4))

@@ -21,8 +21,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.interruption import messages_under_way
+from rewriter.runtime.collectives.exchange import Transfer, messages_under_way
 
 Schedule = Generator[Transfer, None, None]
 

@@ -1,4 +1,4 @@
-"""What each rank quantizes, sends, sums and sends on, chunk by chunk, as schedules for `worker`.
+"""What each rank quantizes, sends, sums and sends on, chunk by chunk, as schedules for `schedule_worker`.
 
 Y nodes × X local ranks; this is local rank l of node y. Shape suffixes: P = Y · X ranks, R rows, N elements of a slice,
 C of a chunk of it, B bytes of a payload.
@@ -6,9 +6,9 @@ C of a chunk of it, B bytes of a payload.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,21 @@ from rewriter.kernels import (
     quantize_rows,
 )
 from rewriter.kernels.blocks import mix
-from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.known_format import known_format
+from rewriter.runtime.collectives.exchange import Transfer
 from rewriter.runtime.quantized.schedule_worker import Schedule
 from rewriter.runtime.quantized.topology import Topology
+
+Parsed = TypeVar("Parsed", Format, tuple[Format, Format])
+
+
+def known_format(name: str | Format, about: str, parse: Callable[[str | Format], Parsed]) -> Parsed:
+    """`parse(name)`, of `parse_format` or `parse_formats`. Raises RewriterError, which begins with `about`, for a name
+    that is none."""
+    try:
+        return parse(name)
+    except ValueError as error:
+        raise RewriterError(f"{about}: {error}") from None
+
 
 _DITHERED = 3  # messages of a chunk: inside the node, between nodes, and what is gathered
 
@@ -215,40 +226,3 @@ def gathered(payload_RB: Tensor, out_PC: Tensor, chunk: Chunk) -> Schedule:
     for x in range(intra.ranks):
         seed = plus(chunk.gather_seed, x * inter.ranks)
         dequantize_rows(all_XYB[x], format, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_YXC[:, x])
-
-
-def all_to_all(x_PN: Tensor, out_PN: Tensor, chunk: Chunk) -> Schedule:
-    """Row r of `x_PN` goes to rank r; `out_PN` becomes what the ranks sent here, one's own row as it is.
-
-    Quantized once, to the nearest. With two steps, local rank x gets what is for itself and what is for its place in
-    other nodes, in the formats inside and between, and passes the latter on.
-    """
-    topology, formats, name, n = chunk.topology, chunk.formats, chunk.name, x_PN.shape[1]
-    intra, inter = topology.intra, topology.inter
-    locals_, nodes = but(intra.rank, intra.ranks), but(inter.rank, inter.ranks)
-    away = [y for some in nodes for y in range(inter.ranks)[some]]
-    out_PN[topology.rank] = x_PN[topology.rank]
-    out_YXN = out_PN.unflatten(0, (inter.ranks, intra.ranks))
-    order = [y * intra.ranks + x for x in range(intra.ranks) for y in away]
-    far_XAB = quantize_rows(x_PN, formats.inter, order=order).unflatten(0, (intra.ranks, len(away)))
-    if intra.ranks > 1:
-        near_XB = quantize_rows(x_PN.unflatten(0, (inter.ranks, intra.ranks))[inter.rank], formats.intra)
-        transfer = intra.all_to_all_start(torch.cat([near_XB, far_XAB.flatten(1)], 1), name)
-        yield transfer
-        arrived_XB: Tensor = transfer.wait()
-        near, far = arrived_XB.split([near_XB.shape[1], far_XAB[0].numel()], 1)
-        for some in locals_:
-            rows = near[some].contiguous()
-            dequantize_rows(rows, formats.intra, n, out_PN.dtype, out=out_YXN[inter.rank, some])
-        for some in locals_:
-            far_XAB[some] = far[some].unflatten(1, far_XAB.shape[1:])
-    if inter.ranks > 1:
-        sent_YXB = far_XAB.new_empty(inter.ranks, intra.ranks, far_XAB.shape[2])
-        for place, y in enumerate(away):
-            sent_YXB[y] = far_XAB[:, place]
-        transfer = inter.all_to_all_start(sent_YXB, name)
-        yield transfer
-        arrived_YXB: Tensor = transfer.wait()
-        for some in nodes:
-            rows = arrived_YXB[some].flatten(0, 1)
-            dequantize_rows(rows, formats.inter, n, out_PN.dtype, out=out_YXN[some].flatten(0, 1))

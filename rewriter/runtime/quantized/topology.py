@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime import exchange
-from rewriter.runtime.compiler_marks import assume_constant_result
-from rewriter.runtime.process_groups import MadeOnce, group_rank, group_size, new_groups
+from rewriter.runtime.collectives import exchange
+from rewriter.runtime.collectives.process_groups import MadeOnce, group_rank, group_size, new_groups
+from rewriter.runtime.torch_marks import assume_constant_result
 
 
 @dataclass(frozen=True)

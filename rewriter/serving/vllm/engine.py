@@ -36,7 +36,7 @@ class VllmEngine:
     def begin(self, x: Tensor) -> tuple[Tensor, Any] | None:
         """Begin the sum of a CPU tensor without a thread: (what holds it after the wait, what has that `wait`); None
         where there is no such way."""
-        from rewriter.runtime.small_sums import choose_small_sums, small_sum_start
+        from rewriter.runtime.collectives.small_sums import choose_small_sums, small_sum_start
 
         group = self.group.device_group
         if group is not self.chosen:  # all ranks begin their first sum together

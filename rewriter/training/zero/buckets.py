@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.collective_log import observe
+from rewriter.runtime.collectives.log import observe
 from rewriter.training.zero.flat import FlatParameter, accumulate_gradient
 
 BUCKET_BYTES = 64 << 20

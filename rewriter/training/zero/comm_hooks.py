@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import parse_format, parse_formats
-from rewriter.runtime.collective_log import observe
+from rewriter.runtime.collectives.log import observe
 from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
 from rewriter.training.zero.flat import BlockLayout
 from rewriter.training.zero.fsdp import (

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.collective_log import observe
-from rewriter.runtime.exchange import all_gather_flat
-from rewriter.runtime.process_groups import group_rank, group_size
+from rewriter.runtime.collectives.exchange import all_gather_flat
+from rewriter.runtime.collectives.log import observe
+from rewriter.runtime.collectives.process_groups import group_rank, group_size
 
 ALIGNMENT = 64  # bytes: kernels that read vectors want parameters to begin where an allocation might
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, dequantize_rows, parse_format, quantize_rows
-from rewriter.runtime.known_format import known_format
+from rewriter.runtime.quantized.schedules import known_format
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, dequantize_rows, parse_format, quantize_rows
-from rewriter.runtime.agreement import checksum
-from rewriter.runtime.exchange import Transfer, gather_start
-from rewriter.runtime.known_format import known_format
+from rewriter.runtime.collectives.exchange import Transfer, gather_start
+from rewriter.runtime.context import checksum
 from rewriter.runtime.quantized.launch import reduce_scatter_start
+from rewriter.runtime.quantized.schedules import known_format
 from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.flat import BlockLayout, OwnedPiece, accumulate_gradient, owned_pieces
 from rewriter.training.zero.fsdp import ParameterGroup, groups_of, local_shard

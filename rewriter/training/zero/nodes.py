@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.process_groups import new_groups
+from rewriter.runtime.collectives.process_groups import new_groups
 
 NODE, LOCAL = "node", "local"
 

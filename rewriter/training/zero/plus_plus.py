@@ -10,7 +10,7 @@ from torch import nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import DTYPES, parse_format, parse_formats
-from rewriter.runtime.known_format import known_format
+from rewriter.runtime.quantized.schedules import known_format
 from rewriter.training.zero.comm_hooks import QuantizedAllGather, QuantizedReduceScatter, SeedCounter
 from rewriter.training.zero.fsdp import ParameterGroup, groups_of
 from rewriter.training.zero.nodes import LOCAL, divides, node_groups, ranks_per_node

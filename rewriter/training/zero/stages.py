@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.agreement import checksum
-from rewriter.runtime.process_groups import group_rank, group_size
+from rewriter.runtime.collectives.process_groups import group_rank, group_size
+from rewriter.runtime.context import checksum
 from rewriter.training.zero.buckets import BUCKET_BYTES, Reducer
 from rewriter.training.zero.flat import FlatParameters
 from rewriter.training.zero.master_weights import (

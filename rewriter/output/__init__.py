@@ -1,0 +1,1 @@
+"""What an output directory says of itself; read by the compiler and by the ranks of the runtime."""

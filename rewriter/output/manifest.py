@@ -1,0 +1,266 @@
+"""rewrite.json: what an output directory is, what made it from what, and what was compared."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rewriter.common.adapters import refuse_adapter
+from rewriter.common.errors import RewriterError
+from rewriter.common.files import read_json
+from rewriter.output.names import MANIFEST
+
+# A safetensors file. Engines take every *.safetensors for the model's weights, a download from the hub at any depth.
+GOLDEN = "verification/golden.tensors"
+FORMER_GOLDEN = "golden.safetensors"  # where earlier versions wrote it; the manifest says which one an output has
+SCHEMA = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+class PassEntry(_Part):
+    """One pass as it was applied."""
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+    summary: str
+    notes: list[str] = []
+
+
+class SkippedPass(_Part):
+    """A pass that was not applied: optional and without effect, or disabled by name."""
+
+    name: str
+    reason: str
+
+
+class SequenceEntry(_Part):
+    """How the tokens of a sequence are sharded over ranks: `rewriter.ops.SequencePlan`."""
+
+    kind: str
+    grid: tuple[int, int, int]
+    overlap: bool = False
+    quantized: str | None = None
+    min_bytes: int = 0
+
+
+class FileHeader(_Part):
+    """A safetensors file as a load checks it: its size in bytes and the sha256 of its header."""
+
+    size: int
+    header: str
+
+
+class Runtime(_Part):
+    """The sharded runtime module of one mesh: what `rewriter.runtime.load` reads.
+
+    `weights` says which ranges of the adapted checkpoint each tensor-parallel rank holds; where ranks have files that
+    were written for them, `ranks` are those, and `headers` what they are known by. Ranks that share tokens read the
+    same. `sequence` is None where every rank holds all tokens.
+    """
+
+    module: str
+    class_name: str = Field(alias="class")
+    weights: str | None = None
+    ranks: list[str] | None = None
+    headers: dict[str, FileHeader] | None = None
+    sequence: SequenceEntry | None = None
+
+
+class SourceEntry(_Part):
+    """The model that was rewritten. `files` are the sha256 of its weight files; `name` is a hub id or a bare name.
+
+    `path` leads from the output to where it was, or from the home folder (`~/…`) to one in there.
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    files: dict[str, str]
+    path: str | None = None
+
+
+class Adapted(_Part):
+    """The adapted checkpoint: its model type and the generated file that defines it (None: transformers' own does)."""
+
+    model_type: str
+    modeling: str | None
+
+
+class PerRank(_Part):
+    """The number of ranks that the function is bound to, and per layer what became of the reduction of each block.
+
+    `modes` says what the words of `pattern` mean.
+    `untied` are the tensors of the adapted checkpoint that hold weights of every rank, one after the other.
+    """
+
+    ranks: int
+    pattern: list[dict[str, str]]
+    modes: dict[str, str] = {}
+    untied: list[str] = []
+
+
+class QuantizedEntry(_Part):
+    """What travels quantized between ranks, and only there: `rewriter.analysis.communication.QuantizedTraffic`.
+
+    Bytes are those of all `reductions` of a forward pass per token, with scales; `exact_bytes_per_token` unquantized.
+    """
+
+    format: str
+    min_bytes: int
+    from_tokens: int
+    reductions: int
+    bytes_per_token: int
+    exact_bytes_per_token: int
+
+
+class CheckEntry(_Part):
+    """One comparison that held: relative error and its limit."""
+
+    name: str
+    error: float
+    limit: float
+
+
+class Drift(_Part):
+    """How far next-token predictions of the rewritten model are from the original's, over `tokens` positions.
+
+    `kl` is the mean of KL(original ‖ rewritten) in nats, `top1_agreement` how often the likeliest token is the same;
+    the perplexities are those of the text itself. `text` says what was read.
+    """
+
+    kl: float
+    top1_agreement: float
+    perplexity_before: float
+    perplexity_after: float
+    tokens: int
+    text: str
+
+
+class Verified(_Part):
+    """What was compared, and in words what was not and why. `level` is none, shrunken or full."""
+
+    level: str
+    checks: list[CheckEntry] = []
+    drift: Drift | None = None
+    notes: list[str] = []
+
+
+class Golden(_Part):
+    """Where the golden logits are, computed in fp32 from the real weights on one device."""
+
+    file: str
+    tokens: int
+
+
+class AdaptationEntry(_Part):
+    """The fine-tuning that a checkpoint went through: on what, how, and what became of its loss.
+
+    `data` and `evaluation` say in words what was read; `counts` what became of the examples. `losses` are the mean
+    cross entropies in nats per target on the evaluation rows, by name: "original" (the teacher, untrained), "before"
+    (rewritten, untrained), "after" (as stored). `settings` are those of the Trainer, `steps` and `tokens` what was
+    done, in `seconds` on `ranks` (processes by axis).
+    """
+
+    method: str
+    data: str
+    counts: dict[str, int]
+    evaluation: str
+    steps: int
+    tokens: int
+    rows_per_step: int
+    length: int
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    ranks: dict[str, int]
+    losses: dict[str, float]
+    seconds: float
+
+
+class Manifest(_Part):
+    """The file. `files` are the sha256 of every other file of the directory.
+
+    `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
+    that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
+    where weights are as they were before the rewrite. `positions` are those of the table in which the model looks
+    positions up, beyond which it cannot read; None where it computes them. `unused` are the tensors that the model has
+    no parameter for. `refreshed` are the versions that its code was written by before `rewrite refresh` wrote it
+    anew, oldest first.
+    """
+
+    schema_version: int = Field(SCHEMA, alias="schema")
+    versions: dict[str, str]
+    recipe: dict[str, Any]
+    passes: list[PassEntry]
+    skipped: list[SkippedPass] = []
+    mesh: dict[str, int]
+    runtime: dict[str, Runtime]
+    source: SourceEntry
+    adapted: Adapted
+    per_rank: PerRank | None = None
+    quantized: QuantizedEntry | None = None
+    verification: Verified
+    golden: Golden | None = None
+    positions: int | None = None
+    adaptation: AdaptationEntry | None = None
+    unused: list[str] = []
+    refreshed: list[dict[str, str]] = []
+    files: dict[str, str]
+    job: dict[str, Any] | None = None
+
+    def table(self) -> dict[str, Any]:
+        """Plain JSON data, without the job, which the output directory adds itself."""
+        return self.model_dump(by_alias=True, exclude={"job"}, mode="json")
+
+
+def damage(manifest: Manifest) -> str | None:
+    """The distance from the original, in words, where a recipe changed the function and nothing has healed it since.
+
+    None where the single-device model computes the original's function, and after any fine-tuning.
+    """
+    changed = manifest.adapted.modeling is not None and any(entry.kind == "approximating" for entry in manifest.passes)
+    if not changed or manifest.adaptation is not None:
+        return None
+    if (drift := manifest.verification.drift) is None:
+        return "it computes another function than the original; how far off was not measured"
+    return (
+        f"its predictions are {drift.kl:.3g} nats (KL) from the original's on {drift.tokens:,} tokens, its perplexity "
+        f"{drift.perplexity_after:.4g} instead of {drift.perplexity_before:.4g}"
+    )
+
+
+def healing(directory: str | os.PathLike[str]) -> str:
+    """The command that heals the output in `directory`."""
+    return f"rewrite adapt {shlex.quote(os.fspath(directory))} --out healed --tokens 24576"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of an output directory. Raises RewriterError where it is missing, broken or of another schema, and
+    where an adapter lies beside it."""
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise RewriterError(f"{directory}: no such directory. Give one that `rewrite MODEL --recipe …` wrote.")
+    refuse_adapter(directory)
+    if not os.path.lexists(path):
+        raise RewriterError(
+            f"{directory}: no {MANIFEST} in it, so `rewrite` did not write it. Where transformers saved it from an "
+            "output of `rewrite`, copy its weights and config.json over those in a copy of that output."
+        )
+    data = read_json(path, "Rewrite the model again.")
+    if data.get("schema") != SCHEMA:
+        raise RewriterError(
+            f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}. Rewrite the model again."
+        )
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RewriterError(f"{path}: {where}: {first['msg']}. It is not as `rewrite` wrote it.") from error

@@ -1,0 +1,1 @@
+"""What travels between ranks: messages, process groups, all-reduces with gradients, and the log of them."""

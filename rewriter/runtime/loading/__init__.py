@@ -1,0 +1,1 @@
+"""From an output directory to a rank's module."""
