@@ -26,8 +26,8 @@ from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.expressions import Reference
 from rewriter.convert import conversion as convert_module
 from rewriter.convert.report import ConversionReport
-from rewriter.emit import output_files
 from rewriter.emit.card import model_card
+from rewriter.emit.files import output_files
 from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.verify import saved_output, shrunken_check, subprocess_logits
 

@@ -20,7 +20,7 @@ import pytest
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.expressions import Slice, Tensor
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
 from rewriter.weights.header import encode_header
 
@@ -225,7 +225,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from rewriter.common.expressions import Slice, Tensor
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
 
 root, deadline, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"

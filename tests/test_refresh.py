@@ -21,8 +21,8 @@ from rewriter import api
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import refresh as module
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.emit.manifest import read_manifest
-from rewriter.emit.output_directory import sha256_of
 
 EARLIER = Path(__file__).parent / "earlier_outputs"
 OUTPUTS = ("llama-ladder-tp2", "qwen3-desync-tp2", "mixtral-ladder")

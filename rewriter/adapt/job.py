@@ -12,7 +12,7 @@ from typing import Any
 
 from rewriter.adapt import checkpoints
 from rewriter.common.errors import RewriterError
-from rewriter.emit.output_directory import sha256_of
+from rewriter.emit.files.output_directory import sha256_of
 
 _JOB = "job.json"
 _FACTS = "facts.json"

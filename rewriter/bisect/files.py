@@ -18,8 +18,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Tensor
 from rewriter.common.files import read_json
 from rewriter.convert.reopened import Reopened
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.emit.manifest import Manifest
-from rewriter.emit.output_directory import sha256_of
 from rewriter.ir import Leaf, Program, walk_modules
 from rewriter.verify.comparison import relative_error
 from rewriter.weights import Checkpoint

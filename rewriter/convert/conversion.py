@@ -21,9 +21,10 @@ from rewriter.convert.report import ConversionReport, communication, unused_note
 from rewriter.convert.reshard import remove_interrupted, reshard
 from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
-from rewriter.emit import output_files
 from rewriter.emit.card import model_card
 from rewriter.emit.end_tokens import end_tokens
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.emit.manifest import (
     GOLDEN,
     MANIFEST,
@@ -36,7 +37,6 @@ from rewriter.emit.manifest import (
     mesh_of,
     read_manifest,
 )
-from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import is_quantized

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rewriter.weights.early_copies import EarlyCopies
 
 if TYPE_CHECKING:
-    from rewriter.emit.output_files import PlannedFiles
+    from rewriter.emit.files.output_files import PlannedFiles
 
 # With these the output holds other weights than the source's, some are there already, or more room is needed.
 _OTHERS = ("dtype", "dequantize", "drop_unused", "dry_run", "resume", "materialize")

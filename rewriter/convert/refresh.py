@@ -17,10 +17,10 @@ from rewriter.convert.output_manifest import verified
 from rewriter.convert.reshard import _scratch, manifest_file, to_disk
 from rewriter.convert.rewritten_source import Opened, rewritten, write_source
 from rewriter.convert.shrunken_copy import check_shrunken_copy
-from rewriter.emit import output_files
 from rewriter.emit.card import model_card
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import sha256_of, sync_directory
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, read_manifest, versions
-from rewriter.emit.output_directory import sha256_of, sync_directory
 from rewriter.ir import Program
 from rewriter.verify.comparison import Verification
 from rewriter.verify.real_ranks import compare_ranks

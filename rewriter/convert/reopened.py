@@ -12,9 +12,9 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import open_output, rewritten, write_source
-from rewriter.emit import output_files
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.emit.manifest import MANIFEST, Manifest, SourceEntry
-from rewriter.emit.output_directory import sha256_of
 from rewriter.ir import Program
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe

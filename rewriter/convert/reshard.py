@@ -16,10 +16,10 @@ from rewriter.common.garbage import collector_paused
 from rewriter.convert.output_manifest import verified
 from rewriter.convert.rewritten_source import open_output, rewritten, write_source
 from rewriter.convert.shrunken_copy import check_shrunken_copy
+from rewriter.emit.files.output_directory import sha256_of
+from rewriter.emit.files.output_files import runtime_module
+from rewriter.emit.files.weights import cast_dtypes, weight_references
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, mesh_of
-from rewriter.emit.output_directory import sha256_of
-from rewriter.emit.output_files import runtime_module
-from rewriter.emit.weight_references import cast_dtypes, weight_references
 from rewriter.ir import Program
 from rewriter.verify.comparison import Verification
 from rewriter.verify.real_ranks import compare_ranks

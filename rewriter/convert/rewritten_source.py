@@ -18,8 +18,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.common.text_settings import declared_dtype, top_setting
 from rewriter.common.tokenizer_code import code_files
+from rewriter.emit.files.output_files import CHAT_TEMPLATES
 from rewriter.emit.manifest import FORMER_GOLDEN, MANIFEST, Manifest, read_manifest
-from rewriter.emit.output_files import CHAT_TEMPLATES
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks
 from rewriter.recipes import Recipe

@@ -26,9 +26,9 @@ from rewriter.diff.page import page
 from rewriter.diff.programs import layers_between, passes_between, passes_of
 from rewriter.diff.tensors import tensors_between
 from rewriter.diff.terminal import tables
+from rewriter.emit.files.output_files import runtime_module
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, mesh_of, read_manifest
-from rewriter.emit.output_files import runtime_module
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.tensor_parallel import TensorParallel

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.emit.node_code import NodePrinter, is_infix, own
-from rewriter.emit.python_source import UniqueNames, free_name, identifier
-from rewriter.ir import Body, args_of
+from rewriter.analysis.op_semantics import function_of, is_movement, kind_of
+from rewriter.emit.node_code import NodePrinter, is_infix
+from rewriter.emit.python_source import UniqueNames, attribute, free_name, identifier
+from rewriter.ir import Body, Module, args_of
 from rewriter.ir.marks import marks
 
 aten = torch.ops.aten
@@ -37,8 +39,8 @@ class StatementPrinter:
         env: dict[fx.Node, str],
         keep: dict[fx.Node, str | None],
         role: Callable[[fx.Node], str],
-        module: Callable[[str], str] = own,
-        attribute: Callable[[str], str] = own,
+        module: Callable[[str], str] = attribute,
+        attribute: Callable[[str], str] = attribute,
         inline: bool = True,
     ) -> None:
         self.nodes, self.env, self.keep, self.role, self.inline = nodes, env, keep, role, inline
@@ -139,7 +141,7 @@ def body_lines(body: Body, attribute: Callable[[str], str]) -> tuple[list[str], 
     nodes = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
     output = body.graph.output_node()
     results = output.all_input_nodes
-    lines = StatementPrinter(nodes, env, dict.fromkeys(results), _role, attribute=attribute)
+    lines = StatementPrinter(nodes, env, dict.fromkeys(results), lambda n: _role(n, body.modules), attribute=attribute)
     lines.run()
     value = args_of(output)[0]
     values = [value] if isinstance(value, fx.Node) else value
@@ -154,8 +156,18 @@ def returning(lines: Sequence[str], results: str) -> list[str]:
     return [*lines, f"return {results}"]
 
 
-def _role(node: fx.Node) -> str:
-    """A projection's name without its suffix; glue is called as what it transforms."""
+# values of another kind than what they are computed from, by the name of the operator
+_COMPUTED = {
+    "sum": "total", "max": "largest", "amax": "largest", "pow": "power", "linear": "projected", "matmul": "product",
+    "bmm": "product", "experts": "expert_output",
+    **{name: name for name in ("cos", "sin", "exp", "sqrt", "rsqrt", "mean", "softmax", "sigmoid", "cumsum")},
+}  # fmt: skip
+_SEVERAL = {"topk": ("top_values", "top_indices"), "sort": ("sorted_values", "order"), "max": ("largest", "place")}
+
+
+def _role(node: fx.Node, modules: Mapping[str, Module]) -> str:
+    """A projection's name without its suffix; the operator's where it gives a value of another kind; else the name of
+    what is moved, scaled or added to. `modules` are those that the graph calls."""
     if marks(node).role is not None:
         return str(marks(node).role)
     if node.op == "call_module":
@@ -167,9 +179,38 @@ def _role(node: fx.Node) -> str:
     if node.target is ops.attention:
         return "attended"
     if node.target is operator.getitem and isinstance(args_of(node)[0], fx.Node):
-        return _role(args_of(node)[0])
+        return _role_of_item(*args_of(node)[:2], modules)
     tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return _role(tensors[0]) if tensors else "size"
+    name = _operator_name(node)
+    if name in ("mul", "matmul", "bmm") and len(tensors) == 2 and (counted := next(filter(_counts, tensors), None)):
+        return f"scaled_{_role(counted, modules).removeprefix('scaled_')}"
+    if name in _COMPUTED:
+        return _COMPUTED[name]
+    tensors = tensors[1:] if function_of(node) == "where" and len(tensors) > 1 else tensors
+    tensors = [n for n in tensors if n.op != "get_attr"] or tensors
+    return _role(tensors[0], modules) if tensors else "size"
+
+
+def _role_of_item(source: fx.Node, index: Any, modules: Mapping[str, Module]) -> str:
+    """The name of one of several results: a module's are named as they are inside of it."""
+    child = modules.get(str(source.target)) if source.op == "call_module" else None
+    if isinstance(child, Body):
+        return _role(args_of(child.graph.output_node())[0][index], child.modules)
+    named = _SEVERAL.get(_operator_name(source))
+    return _role(source, modules) if named is None else named[index]
+
+
+def _operator_name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", ""))
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a value holds integers (positions), cast or moved."""
+    while is_movement(node) or kind_of(node) in ("cast", "view"):
+        node = node.all_input_nodes[0]
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
 
 
 def may_inline(node: fx.Node, text: str) -> bool:

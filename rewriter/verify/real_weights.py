@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from rewriter.common.errors import VerificationError
+from rewriter.emit.files.output_files import PlannedFiles
 from rewriter.emit.manifest import Drift, mesh_of
-from rewriter.emit.output_files import PlannedFiles
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized

@@ -17,11 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.analysis.residual import residual_blocks
-from rewriter.emit.layers import PrintedLayer, print_layers
-from rewriter.emit.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
+from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
+from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
+from rewriter.emit.huggingface.source_classes import require_importable
 from rewriter.emit.python_source import camel, free_name, identifier
-from rewriter.emit.reduction_pattern import BlockMode, delays, described, layer_modes, pattern_table, shared_norms
-from rewriter.emit.source_classes import require_importable
+from rewriter.emit.reduction_pattern import (
+    BlockMode,
+    delays,
+    described,
+    layer_modes,
+    pattern_table,
+    shared_norms,
+)
 from rewriter.ir import Program, Source
 from rewriter.passes.base import bound_ranks, scopes, single_device
 

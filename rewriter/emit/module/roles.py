@@ -52,8 +52,9 @@ class Roles:
             return "x_own" if entered == "x" and marks(node).layer is not None else entered
         if node.target is torch.ops.aten.sym_size.int:
             return {0: "batch", 1: "length"}.get(args_of(node)[1], "size")
-        if marks(node).layer is None:
-            return "x"
+        if marks(node).layer is None:  # around the layers: a scale, a cap
+            source = args_of(node)[0] if node.args else None
+            return self.of(source) if isinstance(source, fx.Node) and not is_add(node) else "x"
         return self._computed(node)
 
     def _computed(self, node: fx.Node) -> str:
