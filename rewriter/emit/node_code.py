@@ -34,7 +34,7 @@ _METHODS = {target: target.overloadpacket.__name__ for target in (
     aten.type_as.default, aten.cos.default, aten.sin.default, aten.sigmoid.default, aten.tanh.default,
     aten.exp.default, aten.sqrt.default, aten.rsqrt.default, aten.abs.default, aten.flatten.using_ints,
     aten.clamp.default, aten.masked_fill.Scalar, aten.gather.default, aten.scatter.src, aten.index_select.default,
-    aten.select.int,
+    aten.select.int, aten.repeat.default,
 )} | {aten._unsafe_view.default: "view"}  # fmt: skip
 # methods whose one list argument is spread: x.view(a, b)
 _SPREAD = ("view", "reshape", "permute", "expand")
@@ -43,7 +43,8 @@ _FUNCTIONS: dict[Any, str] = {
     aten.silu.default: "F.silu", aten.relu.default: "F.relu", aten.gelu.default: "F.gelu",
     aten.linear.default: "F.linear", aten.bmm.default: "torch.bmm",
     aten.view_as_complex.default: "torch.view_as_complex", aten.view_as_real.default: "torch.view_as_real",
-    aten.softplus.default: "F.softplus", aten.layer_norm.default: "F.layer_norm",
+    aten.softplus.default: "F.softplus", aten.layer_norm.default: "F.layer_norm", aten.polar.default: "torch.polar",
+    aten.ones_like.default: "torch.ones_like", aten.full_like.default: "torch.full_like",
 }  # fmt: skip
 
 

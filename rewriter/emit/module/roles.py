@@ -59,6 +59,8 @@ class Roles:
 
     def _computed(self, node: fx.Node) -> str:
         """Sums and multiples inside of a layer."""
+        if node.target is getattr:
+            return str(args_of(node)[1])
         operands = [self.of(n) for n in node.all_input_nodes]
         if is_add(node):
             if "x_own" in operands:
@@ -68,7 +70,7 @@ class Roles:
             return "update"
         if marks(node).writes is not None and node.target is operator.mul:
             return "share"
-        return operands[0] if len(operands) == 1 else "total"
+        return operands[0] if len(operands) == 1 or node.op == "call_method" else "total"
 
     @staticmethod
     def _is_summed(node: fx.Node) -> bool:
