@@ -1,7 +1,7 @@
 """What did versions of transformers change in the classes that emitted files are made from?
 
     .venv/bin/python benchmarks/fingerprints.py           # exit status 1 where the table in the package is another one
-    .venv/bin/python benchmarks/fingerprints.py --write   # writes it: rewriter/emit/fingerprints.json
+    .venv/bin/python benchmarks/fingerprints.py --write   # writes it: rewriter/emit/huggingface/fingerprints.json
 
 Asks pip for every version that pyproject.toml allows, reads the modeling files of its wheel (about 13 MB each; nothing
 is installed or imported), and fingerprints the decoder layers of every causal-LM type that the installed version has:
@@ -28,7 +28,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from rewriter.coverage.configs import registered_types, small_config
-from rewriter.emit.source_fingerprints import TABLE, fingerprint, table
+from rewriter.emit.huggingface.source_check import TABLE, fingerprint, table
 from rewriter.tracing.meta_model import find_layers
 
 PACKAGE = "transformers.models."

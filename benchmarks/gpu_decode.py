@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.fabric import DelayModel, Device, Fabric, Link
 from rewriter.fabric.alpha_beta import nccl
 from rewriter.fabric.fabric import TableChoice

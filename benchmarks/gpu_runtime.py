@@ -88,7 +88,7 @@ def models(scale: Scale, dtype: torch.dtype) -> tuple[Any, Any]:
     """(transformers' model on the CPU, the emitted one on the device) with parameters of `dtype`."""
     from transformers import AutoModelForCausalLM
 
-    from rewriter.emit.runtime_module import emit_runtime_module
+    from rewriter.emit.module import emit_runtime_module
     from rewriter.tracing import trace
 
     source = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype)

@@ -21,7 +21,7 @@ from process_tree import run
 from random_checkpoint import Sizes, make
 from rich.console import Console
 
-from rewriter.emit.output_directory import sha256_of
+from rewriter.emit.files.output_directory import sha256_of
 
 RESIDENT_LIMIT = 0.8e9
 WRITTEN_LIMIT = 20e6

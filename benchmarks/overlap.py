@@ -37,7 +37,7 @@ from transformers import LlamaConfig
 
 import rewriter as rw
 from rewriter.common.errors import RewriterError
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.verify.simulate import Simulator
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import zoo
 
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.passes import available
 from rewriter.tracing import trace

@@ -36,7 +36,7 @@ _context.set_forkserver_preload(
         "rewriter.adapt.adaptation",
         "rewriter.api",
         "rewriter.convert.conversion",
-        "rewriter.emit.runtime_module",
+        "rewriter.emit.module",
         "rewriter.emulation.config",
         "rewriter.recipes.apply",
         "rewriter.tracing",

@@ -25,8 +25,8 @@ from rewriter import api
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import conversion as convert_module
 from rewriter.convert.report import ConversionReport
-from rewriter.emit import output_files
 from rewriter.emit.card import model_card
+from rewriter.emit.files import output_files
 from rewriter.output.manifest import GOLDEN, read_manifest
 from rewriter.verify import saved_output, shrunken_check, subprocess_logits
 from rewriter.weights.expressions import Reference

@@ -19,12 +19,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from rewriter import ops
 from rewriter.analysis.absolute_positions import counts_tokens
 from rewriter.common.errors import RewriterError
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Body, walk_modules
 from rewriter.ops import MaskSpec
 from rewriter.tracing import trace
-from rewriter.tracing.example import Example
-from rewriter.tracing.export import BodyTracer
+from rewriter.tracing.export import BodyTracer, Example
 from rewriter.tracing.interception import Recorded
 from rewriter.tracing.masks import Static, StaticGraph, find_mask_spec, seen_by
 from rewriter.tracing.meta_model import TRACE_DTYPE

@@ -23,8 +23,7 @@ from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import environment
 from rewriter.coverage.configs import registered_types, small_config
-from rewriter.tracing.config_numbers import check_numbers, check_sizes
-from rewriter.tracing.meta_model import _parameters_on_meta, build_on_meta, build_skeleton
+from rewriter.tracing.meta_model import _parameters_on_meta, build_on_meta, build_skeleton, check_numbers, check_sizes
 
 
 def spoil(model: Path, **values: Any) -> None:

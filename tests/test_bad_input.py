@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rewriter as rw
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.weights import space
 
 

@@ -18,7 +18,7 @@ from test_emitted_runtime import PAD, build
 from torch import fx
 
 from rewriter import ops
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program, reachable
 from rewriter.ir.marks import marks
 from rewriter.runtime import streams as module

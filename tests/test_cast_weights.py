@@ -19,7 +19,7 @@ import rewriter as rw
 from rewriter.adapt import output
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.coverage.configs import registered_types, small_config
-from rewriter.emit import output_files, weight_references
+from rewriter.emit.files import output_files, weights
 from rewriter.ir import Program
 from rewriter.tracing import trace
 from rewriter.tracing.meta_model import build_skeleton
@@ -111,7 +111,7 @@ def test_ranks_of_cast_weights_equal_the_source_as_transformers_casts_it(
     compare_ranks(program, {"tp": 2}, tmp_path / "right", found, torch.bfloat16)
     RealWeights(program, output_files.plan(program, "bf16"), lambda *_: None).compare(found)
     assert len(found.checks) == 3
-    monkeypatch.setattr(weight_references, "kept_in_fp32", lambda *_: False)
+    monkeypatch.setattr(weights, "kept_in_fp32", lambda *_: False)
     rw.save(program, tmp_path / "wrong", dtype="bf16", verify="none")
     with pytest.raises(VerificationError, match="real weights: sharded module on 2 ranks = original model"):
         compare_ranks(program, {"tp": 2}, tmp_path / "wrong", Verification(), torch.bfloat16)

@@ -17,7 +17,7 @@ from test_emitted_runtime import build, import_source, load, prefill_and_step
 from rewriter.analysis.communication import by_place, collectives, summary
 from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.analysis.sequence_layout import attention_shapes, sequence_plan
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.explain.inspection import inspect
 from rewriter.ir import Program
 from rewriter.recipes.apply import apply_recipe, load_recipe

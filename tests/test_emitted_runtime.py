@@ -15,7 +15,7 @@ from programs import program, runtime_case, shards, weights
 from ranks import run_ranks
 from subprocesses import load_module
 
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.passes import available
 
 TOLERANCE = 1e-4  # logits, relative to the largest

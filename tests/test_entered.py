@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.verify.eager_blocks import ladder_reference
 from rewriter.verify.simulate import simulate
 

@@ -188,8 +188,7 @@ class _CastsItsWeights(nn.Module):
 
 def test_a_models_dtype_as_an_argument_follows_the_model() -> None:
     """It is the trace's own dtype there, in which a router's weights would have been rounded."""
-    from rewriter.tracing.example import Example
-    from rewriter.tracing.export import BodyTracer
+    from rewriter.tracing.export import BodyTracer, Example
     from rewriter.tracing.interception import Recorded
     from rewriter.tracing.meta_model import TRACE_DTYPE
 

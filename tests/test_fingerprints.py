@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.source_fingerprints import fingerprint, installed_fingerprint, table, versions_with
+from rewriter.emit.huggingface.source_check import fingerprint, installed_fingerprint, table, versions_with
 
 MODULE = '''
 from torch import nn

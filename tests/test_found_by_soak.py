@@ -18,7 +18,7 @@ from test_emitted_runtime import compare_gradients, on_rank
 from transformers import AutoConfig, PreTrainedConfig
 
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.passes import available
 from rewriter.passes.base import Pass
 from rewriter.tracing import trace

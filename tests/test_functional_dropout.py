@@ -9,7 +9,7 @@ from programs import PASSES, tensor_parallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
 

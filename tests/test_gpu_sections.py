@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg
 
 import rewriter as rw
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.fabric import Call, load_fabric
 from rewriter.runtime.loading.load import build
 from rewriter.runtime.streams import why_not_captured

@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rewriter.common.errors import RewriterError
 from rewriter.coverage.configs import small_config
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.layers import PrintedLayer
-from rewriter.emit.source_classes import returned_values
-from rewriter.emit.source_fingerprints import table
+from rewriter.emit.huggingface.layers import PrintedLayer
+from rewriter.emit.huggingface.source_check import table
+from rewriter.emit.huggingface.source_classes import returned_values
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions

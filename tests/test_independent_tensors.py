@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rewriter import trace
 from rewriter.common.errors import RewriterError
 from rewriter.coverage.configs import registered_types
-from rewriter.emit.weight_references import cast_dtypes
+from rewriter.emit.files.weights import cast_dtypes
 from rewriter.tracing import parameters as reading
 from rewriter.weights import Checkpoint
 

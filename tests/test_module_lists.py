@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, StableLmConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.stablelm import modeling_stablelm
 
-from rewriter.emit.classes import ClassTable
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
+from rewriter.emit.module.classes import ClassTable
 from rewriter.ir import Body, Leaf, Program
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.tensor_parallel import TensorParallel

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Opaque, Program
 from rewriter.tracing import trace_skeleton
-from rewriter.tracing.example import Example
+from rewriter.tracing.export import Example
 from rewriter.tracing.interception import Recorded
 from rewriter.tracing.meta_model import build_skeleton
 from rewriter.tracing.opaque import opaque_child

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
 from rewriter.weights.expressions import Slice, Tensor
 from rewriter.weights.header import encode_header
@@ -227,6 +227,9 @@ from pathlib import Path
 from rewriter.weights.expressions import Slice, Tensor
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, finite, shards
+from rewriter.weights.expressions import Slice, Tensor
+from rewriter.emit.files.output_directory import OutputDirectory
+from rewriter.weights import Checkpoint, ShardPlan, convert_files
 
 root, deadline, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"
 calls = 0

@@ -71,7 +71,7 @@ def test_too_few_inodes(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_as_many_files_as_it_asks_for_suffice(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        "rewriter.emit.output_directory.require_space", lambda place, nbytes, files=0: asked.append(files)
+        "rewriter.emit.files.output_directory.require_space", lambda place, nbytes, files=0: asked.append(files)
     )
     converted(source, tmp_path)
     made = sum(1 + len(files) for _, _, files in os.walk(tmp_path / "out"))

@@ -24,7 +24,7 @@ from test_emitted_runtime import build, import_source, load, prefill_and_step
 from rewriter import ops
 from rewriter.analysis.communication import collectives, quantized, sent_bytes
 from rewriter.common.errors import RewriterError
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.kernels import dequantize, parse_format, quantize, slice_length

@@ -21,8 +21,8 @@ from transformers.quantizers import AutoQuantizationConfig
 
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import convert
-from rewriter.emit import output_files
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.kernels import stored_weights
 from rewriter.passes.permute import Permute

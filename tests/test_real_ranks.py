@@ -92,7 +92,7 @@ def test_it_is_part_of_every_conversion(tmp_path: Path, monkeypatch: pytest.Monk
     report = rw.save(program, tmp_path / "out")
     assert report.verification["real weights: sharded module on 2 ranks = original model"] <= 1e-4
 
-    from rewriter.emit import output_files
+    from rewriter.emit.files import output_files
 
     right = output_files.references_text
 

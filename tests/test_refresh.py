@@ -21,7 +21,7 @@ from rewriter import api
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import refresh as module
-from rewriter.emit.output_directory import sha256_of
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.output.manifest import read_manifest
 
 EARLIER = Path(__file__).parent / "earlier_outputs"

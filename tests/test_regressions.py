@@ -19,8 +19,7 @@ from rewriter.ir import Body
 from rewriter.ops import MaskSpec
 from rewriter.tracing import trace
 from rewriter.tracing.assemble import ModelTracer
-from rewriter.tracing.example import Example
-from rewriter.tracing.export import BodyTracer
+from rewriter.tracing.export import BodyTracer, Example
 from rewriter.tracing.interception import Recorded, lifted_interfaces
 from rewriter.tracing.masks import Static, find_mask_spec, seen_by
 from rewriter.tracing.meta_model import TRACE_DTYPE, build_skeleton, fingerprint

@@ -287,7 +287,7 @@ def local_positions(source: str) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_miscounts_its_positions_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rewriter.emit import runtime_module
+    from rewriter.emit import module as runtime_module
 
     emit = runtime_module.emit_runtime_module
     monkeypatch.setattr(runtime_module, "emit_runtime_module", lambda program: local_positions(emit(program)))

@@ -16,7 +16,7 @@ from programs import shards, traced, weights
 from ranks import run_ranks
 from test_emitted_runtime import import_source
 
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from test_sequence_training import batch, pair_model, refusal
 from torch.utils.checkpoint import checkpoint
 
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe

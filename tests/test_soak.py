@@ -156,7 +156,7 @@ from dataclasses import replace
 from pathlib import Path
 from soak import disks, jobs, kills
 from soak.cases import Outcome
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.files.output_directory import OutputDirectory
 
 class Writes(jobs.Command):
     lost = False

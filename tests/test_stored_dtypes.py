@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import rewriter as rw
 from rewriter.coverage.configs import small_config
-from rewriter.emit.weight_references import cast_dtypes
+from rewriter.emit.files.weights import cast_dtypes
 from rewriter.ir import Program
 from rewriter.runtime import Context, load
 from rewriter.weights import Checkpoint

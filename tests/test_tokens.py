@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.ir import Leaf
 from rewriter.tracing import trace
-from rewriter.tracing.flat_tokens import keep_tokens
+from rewriter.tracing.stream_wiring import keep_tokens
 from rewriter.verify.eager_blocks import ladder_reference
 from rewriter.verify.simulate import simulate
 

@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from rewriter.emit.layer_arguments import LayerArguments, arguments_of
-from rewriter.emit.verbatim import cache_names, model, per_rank, source_of
-from rewriter.emit.verbatim.per_rank import RANKS
+from rewriter.emit.huggingface.verbatim import model, per_rank, source_of
+from rewriter.emit.huggingface.verbatim.per_rank import RANKS
+from rewriter.emit.huggingface.wiring_code import LayerArguments, arguments_of
 from rewriter.ir import LayerArgument, PythonCall, Source
 
 BATCH, TOKENS, HIDDEN = 2, 3, 8
@@ -166,15 +166,15 @@ def test_every_child_gets_the_cache_under_its_own_name() -> None:
     mixer, block = Recurrent(), Recurrent()
     mixer.inner, block.attn = Mixer(), Attention()
     layer = nn.ModuleDict({"mixer": Mixer(), "outer": mixer, "block": block, "recurrent": Recurrent()})
-    cache_names.name_caches(layer)
+    model.name_caches(layer)
     expected = {"mixer": "cache_params", "outer": "cache_params", "outer.inner": "cache_params"}
-    expected |= {"block": "cache", "block.attn": "cache", "recurrent": cache_names.CACHE_NAMES[0]}
+    expected |= {"block": "cache", "block.attn": "cache", "recurrent": model.CACHE_NAMES[0]}
     assert {path: name for path, name in layer.cache_names.items() if path} == expected
-    for name in cache_names.CACHE_NAMES:
+    for name in model.CACHE_NAMES:
         kwargs = {"position_ids": 1, name: "the cache"}
-        assert cache_names.take_cache(kwargs) == "the cache"
+        assert model.take_cache(kwargs) == "the cache"
         assert kwargs == {"position_ids": 1}
-    assert cache_names.take_cache({"position_ids": 1}) is None
+    assert model.take_cache({"position_ids": 1}) is None
 
 
 def call(splat: bool, **kwargs: str) -> PythonCall:
@@ -204,7 +204,7 @@ BOTH = call(True, mask="mask", cache="cache")
 def test_what_a_layer_hands_on_travels_in_its_kwargs(
     calls: list[tuple[PythonCall, bool]], by_place: int, expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rewriter.emit.layer_arguments.passed_by_place", lambda _: by_place)
+    monkeypatch.setattr("rewriter.emit.huggingface.wiring_code.passed_by_place", lambda _: by_place)
     source = object.__new__(Source)
     object.__setattr__(source, "layer_arguments", ("x", "mask", "cache"))
     named, travelling, cache, takes = expected

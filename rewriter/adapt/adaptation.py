@@ -31,7 +31,7 @@ from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.preflight import check_free
 from rewriter.convert.rewritten_source import Opened, open_output, recipe_of
 from rewriter.convert.save_options import Level
-from rewriter.emit.output_directory import sha256_of
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.output.manifest import AdaptationEntry
 from rewriter.runtime.loading.load import rank_device
 from rewriter.verify.drift import load_tokenizer

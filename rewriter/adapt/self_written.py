@@ -23,7 +23,7 @@ from rewriter.analysis.rank_memory import cache_elements
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_tokens, context_length
-from rewriter.emit.output_directory import sha256_of
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.tracing import trace
 from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint

@@ -20,11 +20,11 @@ from rewriter.convert.report import ConversionReport, communication, unused_note
 from rewriter.convert.reshard import reshard
 from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
-from rewriter.emit import output_files
 from rewriter.emit.card import model_card
 from rewriter.emit.end_tokens import end_tokens
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.emit.manifest import mesh_of
-from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.output.manifest import GOLDEN, AdaptationEntry, Drift, Golden, Manifest, SourceEntry, read_manifest
 from rewriter.output.names import MANIFEST, mesh_name

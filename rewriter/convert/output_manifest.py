@@ -10,7 +10,7 @@ from typing import Any
 
 from rewriter.analysis.absolute_positions import position_table
 from rewriter.convert.save_options import SaveOptions
-from rewriter.emit import output_files
+from rewriter.emit.files import output_files
 from rewriter.emit.manifest import mesh_of, versions
 from rewriter.ir import Program
 from rewriter.output.manifest import (

@@ -7,9 +7,9 @@ from pathlib import Path, PurePosixPath
 
 from rewriter.common.errors import RewriterError
 from rewriter.convert.save_options import SaveOptions
+from rewriter.emit.files.output_directory import OutputDirectory
+from rewriter.emit.files.output_files import PlannedFiles
 from rewriter.emit.manifest import mesh_of
-from rewriter.emit.output_directory import OutputDirectory
-from rewriter.emit.output_files import PlannedFiles
 from rewriter.ir import Program
 from rewriter.output.names import MANIFEST, ranks_of
 from rewriter.passes.base import single_device

@@ -17,10 +17,10 @@ from rewriter.convert.output_manifest import verified
 from rewriter.convert.replaced_files import add_files, linked_view, put_in_place, scratch_in
 from rewriter.convert.rewritten_source import Opened, rewritten, write_source
 from rewriter.convert.shrunken_copy import check_shrunken_copy
-from rewriter.emit import output_files
 from rewriter.emit.card import model_card
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.emit.manifest import versions
-from rewriter.emit.output_directory import sha256_of
 from rewriter.ir import Program
 from rewriter.output.manifest import Manifest, read_manifest
 from rewriter.output.names import mesh_name

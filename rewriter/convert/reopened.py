@@ -12,8 +12,8 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import applied_recipe, open_output, rewritten, write_source
-from rewriter.emit import output_files
-from rewriter.emit.output_directory import sha256_of
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.ir import Program
 from rewriter.output.manifest import Manifest, SourceEntry
 from rewriter.output.names import MANIFEST

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.output_directory import sha256_of, sync_directory
+from rewriter.emit.files.output_directory import sha256_of, sync_directory
 from rewriter.output.manifest import Manifest
 from rewriter.output.names import MANIFEST
 

@@ -13,9 +13,9 @@ from rewriter.convert.output_manifest import verified
 from rewriter.convert.replaced_files import linked_view, put_in_place, scratch_in
 from rewriter.convert.rewritten_source import open_output, rewritten, write_source
 from rewriter.convert.shrunken_copy import check_shrunken_copy
+from rewriter.emit.files.output_files import runtime_module
+from rewriter.emit.files.weights import cast_dtypes, weight_references
 from rewriter.emit.manifest import mesh_of
-from rewriter.emit.output_files import runtime_module
-from rewriter.emit.weight_references import cast_dtypes, weight_references
 from rewriter.output.names import mesh_name
 from rewriter.verify.comparison import Verification
 from rewriter.verify.real_ranks import compare_ranks

@@ -18,7 +18,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.common.text_settings import declared_dtype, quantization_settings
 from rewriter.common.tokenizer_code import code_files
-from rewriter.emit.output_files import CHAT_TEMPLATES
+from rewriter.emit.files.output_files import CHAT_TEMPLATES
 from rewriter.ir import Program
 from rewriter.output.manifest import FORMER_GOLDEN, Manifest, read_manifest
 from rewriter.output.names import MANIFEST

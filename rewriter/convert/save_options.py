@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit import output_files
+from rewriter.emit.files import output_files
 
 Level = Literal["none", "shrunken", "full"]
 

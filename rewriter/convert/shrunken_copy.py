@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.convert.output_manifest import manifest_of
-from rewriter.emit import output_files
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.verify.asked_passes import asked_passes
 from rewriter.verify.comparison import Verification

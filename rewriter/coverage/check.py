@@ -30,7 +30,7 @@ from rewriter.coverage.configs import small_config
 from rewriter.coverage.coverage_row import CHECKS, VARIANT_CHECKS, Coverage, explain
 from rewriter.coverage.variants import candidates, changes_forward
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.passes.desync import Desync

@@ -12,9 +12,8 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.op_semantics import starts_sum
 from rewriter.common.errors import RewriterError
-from rewriter.emit.layer_arguments import LayerArguments
-from rewriter.emit.python_source import attribute, literal, quoted
-from rewriter.ir import SPLAT, Input, LayerArgument, args_of
+from rewriter.emit.python_source import attribute, literal
+from rewriter.ir import args_of
 from rewriter.ir.marks import marks
 
 aten = torch.ops.aten
@@ -35,7 +34,7 @@ _METHODS = {target: target.overloadpacket.__name__ for target in (
     aten.type_as.default, aten.cos.default, aten.sin.default, aten.sigmoid.default, aten.tanh.default,
     aten.exp.default, aten.sqrt.default, aten.rsqrt.default, aten.abs.default, aten.flatten.using_ints,
     aten.clamp.default, aten.masked_fill.Scalar, aten.gather.default, aten.scatter.src, aten.index_select.default,
-    aten.select.int,
+    aten.select.int, aten.repeat.default,
 )} | {aten._unsafe_view.default: "view"}  # fmt: skip
 # methods whose one list argument is spread: x.view(a, b)
 _SPREAD = ("view", "reshape", "permute", "expand")
@@ -44,16 +43,12 @@ _FUNCTIONS: dict[Any, str] = {
     aten.silu.default: "F.silu", aten.relu.default: "F.relu", aten.gelu.default: "F.gelu",
     aten.linear.default: "F.linear", aten.bmm.default: "torch.bmm",
     aten.view_as_complex.default: "torch.view_as_complex", aten.view_as_real.default: "torch.view_as_real",
-    aten.softplus.default: "F.softplus", aten.layer_norm.default: "F.layer_norm",
+    aten.softplus.default: "F.softplus", aten.layer_norm.default: "F.layer_norm", aten.polar.default: "torch.polar",
+    aten.ones_like.default: "torch.ones_like", aten.full_like.default: "torch.full_like",
 }  # fmt: skip
 
 
 GROUP = "self.tp"  # the group of collectives
-
-
-def own(path: str) -> str:
-    """What a module calls what it holds at `path`."""
-    return attribute(path)
 
 
 class NodePrinter:
@@ -68,8 +63,8 @@ class NodePrinter:
     def __init__(
         self,
         name: Callable[[fx.Node], str],
-        module: Callable[[str], str] = own,
-        attribute: Callable[[str], str] = own,
+        module: Callable[[str], str] = attribute,
+        attribute: Callable[[str], str] = attribute,
     ) -> None:
         self.name, self.module, self.attribute = name, module, attribute
 
@@ -105,7 +100,7 @@ class NodePrinter:
             return f"{self.atom(args[0])} {_INFIX[target]} {self.atom(args[1])}"
         if target is aten.neg.default:
             return f"-{self.atom(args[0])}"
-        if target in (aten.rsub.Scalar,):
+        if target is aten.rsub.Scalar:
             return f"{self.value(args[1])} - {self.atom(args[0])}"
         if target in _METHODS:
             return self._method(_METHODS[target], args, kwargs)
@@ -132,73 +127,6 @@ class NodePrinter:
         if method in _SPREAD and len(rest) == 1 and isinstance(rest[0], (list, tuple)):
             rest = list(rest[0])
         return f"{self.atom(args[0])}.{method}({self.arguments(rest, kwargs)})"
-
-
-class WiringPrinter(NodePrinter):
-    """Prints nodes of the wiring as the source's layer at `path` would: its children are called as the source does.
-
-    `names` are the expressions of other nodes. `arguments` says how children get those of the layer.
-    """
-
-    functional = "torch.nn.functional"
-
-    def __init__(self, path: str, names: Mapping[fx.Node, str], arguments: LayerArguments) -> None:
-        def child(target: str) -> str:
-            return attribute(target.removeprefix(f"{path}.").partition("#")[0])  # variants are the source's one module
-
-        super().__init__(names.__getitem__, child, child)
-        self.path, self.layer = path, arguments
-
-    def expression(self, node: fx.Node) -> str:
-        call = marks(node).python
-        if node.op != "call_module" or call is None:
-            return super().expression(node)
-
-        def leaf(value: Any) -> str | None:
-            if isinstance(value, Input):
-                return self.name(_argument(node, value))
-            if isinstance(value, LayerArgument):
-                splat = value.name.startswith(SPLAT)
-                return "kwargs" + value.name.removeprefix(SPLAT) if splat else self.layer.variable(value.name)
-            return None
-
-        def keyword(name: str, value: Any) -> str:
-            given = value.name if isinstance(value, LayerArgument) else None
-            if given is not None and given == self.layer.cache:
-                child = quoted(str(node.target).removeprefix(self.path + "."))
-                return f"**{{self.cache_names[{child}]: {self.layer.variable(given)}}}"
-            return f"{name}={literal(value, leaf)}"
-
-        named = {k: v for k, v in call.kwargs.items() if not (call.splat and k in self.layer.travelling)}
-        items = [literal(a, leaf) for a in call.args] + [keyword(k, v) for k, v in named.items()]
-        items += ["**kwargs"] * call.splat
-        index = "" if call.index is None else f"[{call.index}]"
-        return f"{self.module(str(node.target))}({', '.join(items)}){index}"
-
-    def atom(self, x: Any) -> str:
-        return self.value(x)  # names are identifiers, or calls of their methods
-
-
-def operands(node: fx.Node) -> list[fx.Node]:
-    """The wiring nodes whose values the printed node names: a child's other tensors arrive as layer arguments."""
-    call = marks(node).python
-    if call is None:
-        return list(node.all_input_nodes)
-    found: list[fx.Node] = []
-
-    def note(value: Any) -> str | None:
-        if isinstance(value, Input):
-            found.append(_argument(node, value))
-        return "" if isinstance(value, (Input, LayerArgument)) else None
-
-    literal((call.args, call.kwargs), note)
-    return found
-
-
-def _argument(node: fx.Node, place: Input) -> fx.Node:
-    argument = node.args[place.index]
-    assert isinstance(argument, fx.Node)
-    return argument
 
 
 def is_infix(node: fx.Node) -> bool:

@@ -60,7 +60,8 @@ def export_onnx(directory: Path, file: Path, *, trust_remote_code: bool = False)
         _check(model, onnxruntime, staging / file.name)
         for name in (data.name, file.name):  # the graph last: it is what says that the export is complete
             if (staging / name).exists():
-                _sync(staging / name)
+                with open(staging / name, "rb") as written:
+                    os.fsync(written.fileno())
                 os.rename(staging / name, file.with_name(name))
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -158,11 +159,6 @@ def _check(model: nn.Module, runtime: Any, path: Path) -> None:
             raise VerificationError(
                 f"the ONNX model differs from torch at {shape}: relative error {error:.1e} > {LIMIT}"
             )
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

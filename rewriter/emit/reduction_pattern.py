@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torch import fx
-
 from rewriter.analysis.residual import by_layer, read_index, residual_blocks
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode
@@ -18,16 +16,6 @@ class BlockMode:
 
     name: str
     mode: Mode
-
-    @property
-    def word(self) -> str:
-        """Its part of the name of a kind of layer."""
-        return self.mode.word or self.mode.label
-
-
-def described(block: BlockMode) -> str:
-    """A sentence for the generated file."""
-    return f"`{block.name}`: {block.mode.sentence}."
 
 
 def layer_modes(program: Program) -> list[tuple[BlockMode, ...]]:
@@ -84,11 +72,8 @@ def _entry_norms(program: Program) -> dict[str, str]:
     """The path of each block's main module, with that of the child through which it reads the stream."""
     found = {}
     for node in program.graph.nodes:
-        entries = [s for s in node.all_input_nodes if s.op == "call_module" and _reads_stream(s)]
+        children = [s for s in node.all_input_nodes if s.op == "call_module"]
+        entries = [s for s in children if any(read_index(source) is not None for source in s.all_input_nodes)]
         if node.op == "call_module" and len(entries) == 1:
             found[str(node.target)] = str(entries[0].target)
     return found
-
-
-def _reads_stream(node: fx.Node) -> bool:
-    return any(read_index(source) is not None for source in node.all_input_nodes)

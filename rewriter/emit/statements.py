@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.emit.node_code import NodePrinter, is_infix, own
-from rewriter.emit.python_source import UniqueNames, free_name, identifier
+from rewriter.analysis.op_semantics import function_of, is_movement, kind_of
+from rewriter.emit.node_code import NodePrinter, is_infix
+from rewriter.emit.python_source import UniqueNames, attribute, free_name, identifier
 from rewriter.ir import Body, args_of
 from rewriter.ir.marks import marks
 
@@ -37,8 +39,8 @@ class StatementPrinter:
         env: dict[fx.Node, str],
         keep: dict[fx.Node, str | None],
         role: Callable[[fx.Node], str],
-        module: Callable[[str], str] = own,
-        attribute: Callable[[str], str] = own,
+        module: Callable[[str], str] = attribute,
+        attribute: Callable[[str], str] = attribute,
         inline: bool = True,
     ) -> None:
         self.nodes, self.env, self.keep, self.role, self.inline = nodes, env, keep, role, inline
@@ -139,11 +141,24 @@ def body_lines(body: Body, attribute: Callable[[str], str]) -> tuple[list[str], 
     nodes = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
     output = body.graph.output_node()
     results = output.all_input_nodes
-    lines = StatementPrinter(nodes, env, dict.fromkeys(results), _role, attribute=attribute)
+    lines = StatementPrinter(nodes, env, dict.fromkeys(results), _Names(body).of, attribute=attribute)
     lines.run()
     value = args_of(output)[0]
     values = [value] if isinstance(value, fx.Node) else value
     return parameters, returning(lines.text, ", ".join(map(lines.printer.value, values)))
+
+
+def _attention_operands(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The pieces of a fused projection that become operands of attention, called q, k and v."""
+    named: dict[fx.Node, str] = {}
+    for attention in [n for n in graph.nodes if n.target is ops.attention]:
+        for role, operand in zip("qkv", args_of(attention)[:3], strict=True):
+            while operand.op == "call_function" and operand.all_input_nodes:
+                if operand.target is operator.getitem:
+                    named.setdefault(operand, role)
+                    break
+                operand = operand.all_input_nodes[0]
+    return named
 
 
 def returning(lines: Sequence[str], results: str) -> list[str]:
@@ -154,22 +169,66 @@ def returning(lines: Sequence[str], results: str) -> list[str]:
     return [*lines, f"return {results}"]
 
 
-def _role(node: fx.Node) -> str:
-    """A projection's name without its suffix; glue is called as what it transforms."""
-    if marks(node).role is not None:
-        return str(marks(node).role)
-    if node.op == "call_module":
-        return str(node.target).rpartition(".")[2].removesuffix("_proj")
-    if node.op in ("placeholder", "get_attr"):
-        return str(node.target).rpartition(".")[2]
-    if node.target is aten.sym_size.int:
-        return {0: "batch", 1: "length"}.get(args_of(node)[1], "size")
-    if node.target is ops.attention:
-        return "attended"
-    if node.target is operator.getitem and isinstance(args_of(node)[0], fx.Node):
-        return _role(args_of(node)[0])
-    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return _role(tensors[0]) if tensors else "size"
+# values of another kind than what they are computed from, by the name of the operator
+_COMPUTED = {
+    "sum": "total", "max": "largest", "amax": "largest", "pow": "power", "linear": "projected", "matmul": "product",
+    "bmm": "product", "experts": "expert_output", "embedding": "embedded", "vocab_embedding": "embedded",
+    **{name: name for name in ("cos", "sin", "exp", "sqrt", "rsqrt", "mean", "softmax", "sigmoid", "cumsum")},
+}  # fmt: skip
+_SEVERAL = {"topk": ("top_values", "top_indices"), "sort": ("sorted_values", "order"), "max": ("largest", "place")}
+
+
+class _Names:
+    """What the values of a body are called."""
+
+    def __init__(self, body: Body) -> None:
+        self.modules, self.operands = body.modules, _attention_operands(body.graph)
+
+    def of(self, node: fx.Node) -> str:
+        """A projection's name without its suffix; the operator's where it gives a value of another kind; else the name
+        of what is moved, scaled or added to."""
+        if (role := marks(node).role or self.operands.get(node)) is not None:
+            return role
+        if node.op == "call_module":
+            return str(node.target).rpartition(".")[2].removesuffix("_proj")
+        if node.op in ("placeholder", "get_attr"):
+            return str(node.target).rpartition(".")[2]
+        if node.target is aten.sym_size.int:
+            return {0: "batch", 1: "length"}.get(args_of(node)[1], "size")
+        if node.target is ops.attention:
+            return "attended"
+        if node.target is operator.getitem and isinstance(args_of(node)[0], fx.Node):
+            return self._of_item(*args_of(node)[:2])
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        name = _operator_name(node)
+        if name in ("mul", "matmul", "bmm") and len(tensors) == 2 and (counted := next(filter(_counts, tensors), None)):
+            return f"scaled_{self.of(counted).removeprefix('scaled_')}"
+        if name in _COMPUTED:
+            return _COMPUTED[name]
+        tensors = tensors[1:] if function_of(node) == "where" and len(tensors) > 1 else tensors
+        tensors = [n for n in tensors if n.op != "get_attr"] or tensors
+        return self.of(tensors[0]) if tensors else "size"
+
+    def _of_item(self, source: fx.Node, index: Any) -> str:
+        """One of several results: a module's are named as they are inside of it."""
+        child = self.modules.get(str(source.target)) if source.op == "call_module" else None
+        if isinstance(child, Body):
+            return _Names(child).of(args_of(child.graph.output_node())[0][index])
+        named = _SEVERAL.get(_operator_name(source))
+        return self.of(source) if named is None else named[index]
+
+
+def _operator_name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", ""))
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a value holds integers (positions), cast or moved."""
+    while is_movement(node) or kind_of(node) in ("cast", "view"):
+        node = node.all_input_nodes[0]
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
 
 
 def may_inline(node: fx.Node, text: str) -> bool:

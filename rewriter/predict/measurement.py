@@ -22,7 +22,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.common.processes import Processes, run_ranks
 from rewriter.common.scratch import scratch_folder
-from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.predict.rank_worker import Spec, Variant
 from rewriter.predict.results import Phase, Prediction, RecipeComparison, generation_seconds

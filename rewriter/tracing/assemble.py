@@ -6,26 +6,24 @@ import contextlib
 import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from rewriter.analysis.labels import dynamic
+from rewriter.analysis.residual import is_add
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Module, Opaque, args_of, parameters_of
-from rewriter.tracing.example import example_for
-from rewriter.tracing.export import BodyTracer, FlatSignature, export_graph
+from rewriter.ir import Body, Module, Opaque, args_of, copy_graph, parameters_of
+from rewriter.tracing.export import BodyTracer, FlatSignature, as_leaf, example_for, export_graph, is_called
 from rewriter.tracing.functionalize import functional
-from rewriter.tracing.graph_cleaning import clean
+from rewriter.tracing.graph_cleaning import clean, sort_by_use
 from rewriter.tracing.interception import Recorded, opaque_calls, replaced_forward
-from rewriter.tracing.leaves import as_leaf, is_called
 from rewriter.tracing.masks import Static
 from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.tracing.model_errors import reason_of, refused
-from rewriter.tracing.opaque import attributes_left_behind, convolves, opaque_child, surviving_failures
-from rewriter.tracing.order_of_use import sort_by_use
+from rewriter.tracing.opaque import attributes_left_behind, mixing_operator, opaque_child, surviving_failures
 from rewriter.tracing.probe import absent_arguments, bind, example_inputs, switched_off
 from rewriter.tracing.recorded_calls import (
     base_name,
@@ -35,8 +33,6 @@ from rewriter.tracing.recorded_calls import (
     tensor_paths,
     tensors_of,
 )
-from rewriter.tracing.residual_input import residual_input, without_residual
-from rewriter.tracing.token_mixing import mixing_operator
 from rewriter.tracing.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
 
 _MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
@@ -207,7 +203,12 @@ class ModelTracer:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_called(m)}
-        lifted = {n: m for n, m in lifted.items() if not _is_table(m)}
+        # but for those that hold nothing but tables in the model's dtype, which their own inputs do not tell
+        lifted = {
+            n: m
+            for n, m in lifted.items()
+            if any(True for _ in m.parameters()) or all(b.dtype != TRACE_DTYPE for b in m.buffers())
+        }
         example, model = self.inputs, self.model
         logits = FlatSignature(
             model,
@@ -357,7 +358,8 @@ class ModelTracer:
         """The body of a child of a layer; the child itself, called as it is, where its inside cannot be represented."""
         if failure is not None:
             return opaque_child(path, module, call, self.example, reason_of(failure))
-        if convolves(module):  # known before the export of a recurrence, which takes long
+        # known before the export of a recurrence, which takes long
+        if any(isinstance(m, (nn.Conv1d, nn.Conv2d)) for m in module.modules()):
             return opaque_child(path, module, call, self.example, _MIXES.format("a convolution"))
 
         def known(tensor: torch.Tensor) -> Static | None:
@@ -370,12 +372,6 @@ class ModelTracer:
         if isinstance(body, Body) and (operator := mixing_operator(body)):
             return opaque_child(path, module, call, self.example, _MIXES.format(operator))
         return body
-
-
-def _is_table(module: nn.Module) -> bool:
-    """Whether a module holds nothing but tables in the model's dtype, which its own inputs do not tell."""
-    tables = [b for b in module.buffers() if b.dtype == TRACE_DTYPE]
-    return bool(tables) and not any(True for _ in module.parameters())
 
 
 class _OtherResult:
@@ -421,3 +417,33 @@ def _outputs(output: Any, wanted: Collection[int] | None) -> dict[int, int] | No
     tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
     kept = range(len(tensors)) if wanted is None else sorted(wanted)
     return {tensors[p]: position for position, p in enumerate(kept)}
+
+
+# --- children that end in an add of the stream
+
+
+def residual_input(body: Body) -> int | None:
+    """Which input of `body` its first result is the sum of and something else; None when there is none."""
+    total = _first_result(body.graph)
+    if not is_add(total) or len(total.users) != 1:
+        return None
+    inputs = [n for n in body.graph.nodes if n.op == "placeholder" and n.target != "ctx"]
+    operands = [n for n in args_of(total) if isinstance(n, fx.Node)]
+    found = [n for n in operands if n in inputs[1:] and len(n.users) == 1]
+    return inputs.index(found[0]) if len(found) == 1 and len(operands) == 2 else None
+
+
+def without_residual(body: Body, place: int) -> Body:
+    """The same body without that input: what it adds to the residual."""
+    graph, _ = copy_graph(body.graph)
+    total = _first_result(graph)
+    residual = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"][place]
+    total.replace_all_uses_with(next(n for n in args_of(total) if n is not residual))
+    graph.erase_node(total)
+    graph.erase_node(residual)
+    return replace(body, graph=graph, kept=tuple(k for i, k in enumerate(body.kept) if i != place))
+
+
+def _first_result(graph: fx.Graph) -> fx.Node:
+    result = args_of(graph.output_node())[0]
+    return result if isinstance(result, fx.Node) else result[0]

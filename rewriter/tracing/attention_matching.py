@@ -84,8 +84,12 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
     rule, biases = scores.rule()
     graph = product.graph
     with graph.inserting_before(product):
-        q, k, v = _heads_first(graph, *scores.operands, v)
+        # as [B, H, length, size], key/value heads once each
+        q, k, v = map(_heads_apart, (scores.operands[0], _transposed(graph, scores.operands[1]), v))
+        if any(not isinstance(x.meta["val"].shape[1], int) for x in (q, k, v)):
+            raise UnknownScores
         heads = int(q.meta["val"].shape[1])
+        k, v = _distinct(graph, k, v, heads)
         options: dict[str, Any] = {"slot": 0, "mask": rule, "scale": scores.scale}
         if scores.softcap is not None:
             options["softcap"] = scores.softcap
@@ -98,14 +102,6 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
             result = graph.call_function(aten.flatten.using_ints, (out, 0, 1))
             result.meta["val"] = product.meta["val"]
     product.replace_all_uses_with(result)
-
-
-def _heads_first(graph: fx.Graph, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """q, k and v as [B, H, length, size] from the operands of the two products, key/value heads once each."""
-    q, k, v = map(_heads_apart, (q, _transposed(graph, k), v))
-    if any(not isinstance(x.meta["val"].shape[1], int) for x in (q, k, v)):
-        raise UnknownScores
-    return (q, *_distinct(graph, k, v, int(q.meta["val"].shape[1])))
 
 
 def _weighted(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -1,31 +1,83 @@
-"""One module, exported and cleaned: `torch.export` (non-strict, meta tensors, dynamic batch and length) to a Body."""
+"""One module, exported and cleaned: `torch.export` (non-strict, meta tensors, dynamic batch and length) to a Body.
+
+The example that is exported with has a batch and a length that no dimension of the model equals.
+"""
 
 from __future__ import annotations
 
+import itertools
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree  # the stable subset: tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from rewriter.analysis.op_semantics import aten
+from rewriter.analysis.residual import is_add
+from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes
 from rewriter.tracing.attention_matching import recognise
-from rewriter.tracing.example import Example
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean
 from rewriter.tracing.interception import Recorded
-from rewriter.tracing.leaves import as_leaf, as_linear, is_called
 from rewriter.tracing.masks import Static, StaticGraph
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.per_head import join_pieces
 from rewriter.tracing.recorded_calls import base_name, input_names, intercepted_modules, record_calls, tensors_of
+from rewriter.tracing.traced_experts import is_experts
 
 # what a body reads: by name, the value of a constant made in the forward itself, None for parameters and buffers
 Used = Mapping[str, torch.Tensor | None]
+
+
+# Primes, which sizes of models rarely are. 3 comes late: models that rotate by time, height and width have 3 positions.
+_BATCHES = (5, 7, 11, 13, 17, 19, 3)
+_LENGTHS = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
+
+
+@dataclass(frozen=True)
+class Example:
+    """`batch` rows of `length` tokens. A dimension of one of these sizes, or of their product, is taken as dynamic."""
+
+    batch: int = _BATCHES[0]
+    length: int = _LENGTHS[0]
+
+    @property
+    def symbols(self) -> dict[int, str]:
+        return {self.batch: "B", self.length: "S", self.batch * self.length: "N"}
+
+    def symbolic(self, shape: Iterable[int]) -> tuple[int | str, ...]:
+        """A shape with "B", "S" and "N" (batch · tokens) for the sizes that are the example's."""
+        symbols = self.symbols
+        return tuple(symbols.get(int(d), int(d)) for d in shape)
+
+    def dynamic(self, tensor: torch.Tensor) -> dict[int, Any]:
+        """The dynamic dimensions of an input, as `torch.export` takes them."""
+        return {d: torch.export.Dim.DYNAMIC for d, n in enumerate(tensor.shape) if n in self.symbols}
+
+
+def example_for(model: nn.Module, config: PreTrainedConfig) -> Example:
+    """The first example none of whose sizes is a dimension of a tensor of `model` or a number in its config.
+
+    Raises RewriterError when the model leaves none of them free.
+    """
+    taken = {int(d) for _, t in (*model.named_parameters(), *model.named_buffers()) for d in t.shape}
+    taken |= {n for n in tree_leaves(config.to_dict()) if isinstance(n, int)}
+    for batch, length in itertools.product(_BATCHES, _LENGTHS):
+        example = Example(batch, length)
+        if not taken & set(example.symbols):
+            return example
+    raise RewriterError(
+        "the model has dimensions of all the sizes that tracing can give its example: one of "
+        f"{', '.join(map(str, _BATCHES))} and one of {', '.join(map(str, _LENGTHS))} has to be free"
+    )
 
 
 class FlatSignature(nn.Module):
@@ -166,3 +218,62 @@ def prune_inputs(graph: fx.Graph, names: list[str]) -> tuple[int, ...]:
         node.target = name
         node._rename(name)
     return tuple(kept)
+
+
+# --- leaves
+
+
+def as_leaf(module: nn.Module) -> Leaf | None:
+    """The Leaf for a module that stays itself, or None when its inside has to be traced."""
+    kind = type(module)
+    parameters = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+    if kind is nn.Linear:
+        options = dict(in_features=module.in_features, out_features=module.out_features, bias=module.bias is not None)
+    elif kind is Conv1D:
+        options = dict(nf=module.nf, nx=module.nx)
+    elif kind is nn.Embedding:
+        options = dict(num_embeddings=module.num_embeddings, embedding_dim=module.embedding_dim)
+        if module.padding_idx is not None:  # its row has no gradient
+            options["padding_idx"] = module.padding_idx
+    elif kind is nn.LayerNorm:
+        sizes: Any = module.normalized_shape
+        options = dict(normalized_shape=sizes[0], eps=module.eps)
+        if len(sizes) != 1 or len(parameters) != 2:
+            return None
+    else:
+        return None
+    return Leaf(kind.__name__, options, parameters)
+
+
+def as_linear(graph: fx.Graph, module: nn.Module) -> Leaf | None:
+    """The Leaf for a module that computes x Wᵀ + b and is no nn.Linear; None for any other."""
+    parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    if not {"weight"} <= parameters.keys() <= {"weight", "bias"} or any(True for _ in module.buffers()):
+        return None
+    result = args_of(graph.output_node())[0]
+    bias = None
+    if isinstance(result, fx.Node) and is_add(result):
+        result, bias = args_of(result)
+        if not isinstance(bias, fx.Node) or (bias.op, bias.target) != ("get_attr", "bias"):
+            return None
+    if (bias is not None) != ("bias" in parameters) or not isinstance(result, fx.Node):
+        return None
+    if result.target is not aten.matmul.default or args_of(result)[0].op != "placeholder":
+        return None
+    weight = args_of(result)[1]
+    if weight.target not in (aten.numpy_T.default, aten.t.default, aten.transpose.int):
+        return None
+    if args_of(weight)[0].target != "weight" or len(parameters["weight"]) != 2:
+        return None
+    outputs, inputs = parameters["weight"]
+    return Leaf("Linear", dict(in_features=inputs, out_features=outputs, bias=bias is not None), parameters)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module inside a body is kept as a call: leaves, and small modules with tensors (norms)."""
+    if as_leaf(module) is not None:
+        return True
+    if is_experts(module):
+        return False
+    owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+    return owns and not any(True for _ in module.children())

@@ -12,12 +12,11 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
-from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph
+from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, residual_input
 from rewriter.tracing.masks import refuse_unknown_masks
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.tracing.probe import bind
 from rewriter.tracing.recorded_calls import layer_number, tensors_of
-from rewriter.tracing.residual_input import residual_input
 from rewriter.tracing.wiring import cast_to_dtype_of, is_cast
 
 

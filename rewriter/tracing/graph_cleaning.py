@@ -10,17 +10,19 @@ import functools
 import itertools
 import json
 import operator
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.op_semantics import argument, aten, kind_of, named_arguments
+from rewriter.analysis.op_semantics import argument, aten, function_of, kind_of, named_arguments
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of, drop_dead_nodes
 from rewriter.tracing.meta_model import TRACE_DTYPE
+from rewriter.tracing.recorded_calls import base_name, layer_number, variant_name
 
 _traced = torch.ops.rewriter_trace
 
@@ -249,7 +251,7 @@ def _is_model_dtype(node: fx.Node) -> bool:
 
 
 def _is_no_op(node: fx.Node) -> bool:
-    if kind_of(node) == "alias":
+    if kind_of(node) == "alias" or _is_times_one(node):
         return True
     if node.target is aten.dropout.default:
         return args_of(node)[1] == 0.0 or args_of(node)[2] is False
@@ -263,6 +265,64 @@ def _is_no_op(node: fx.Node) -> bool:
     return False
 
 
+def _is_times_one(node: fx.Node) -> bool:
+    """Whether a node multiplies or divides by the number 1 and leaves the dtype as it is: every bit stays."""
+    if function_of(node) not in ("mul", "div") or len(node.args) != 2 or type(args_of(node)[1]) not in (int, float):
+        return False
+    source = args_of(node)[0].meta["val"]
+    return args_of(node)[1] == 1 and isinstance(source, torch.Tensor) and source.dtype == node.meta["val"].dtype
+
+
 def _cast_dtype(node: fx.Node) -> Any:
     """The dtype that a cast asks for; None when it asks for none."""
     return argument(node, "dtype") if kind_of(node) == "cast" else None
+
+
+# --- the order of the calls around the layers
+
+
+def sort_by_use(graph: fx.Graph) -> dict[str, str]:
+    """Sort the exported graph around the layers in place, and number the variants of its modules in the new order.
+
+    Returns the new name of each variant. Layers and placeholders keep their places, and nothing passes a layer.
+    """
+    calls = [n for n in graph.nodes if n.target is torch.ops.rewriter_trace.call.default]
+    layers = {n for n in calls if layer_number(args_of(n)[1]) is not None}
+    place = _by_first_use([*(n for n in calls if n in layers), graph.output_node()])
+    between: dict[int, list[fx.Node]] = {0: []}  # by number of layers before
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            between.setdefault(len(between) - 1 + (node in layers), []).append(node)
+    for nodes in between.values():
+        for node in sorted(nodes, key=lambda n: place.get(n, len(place))):  # what nothing reads comes last
+            graph.output_node().prepend(node)
+    modules = [n for n in graph.nodes if n in set(calls) - layers]
+    names = _numbered(args_of(n)[1] for n in modules)
+    for node in modules:
+        node.args = (args_of(node)[0], names[args_of(node)[1]])
+    return names
+
+
+def _by_first_use(roots: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """The places of the roots and all that they read, each after what it reads itself."""
+    found: dict[fx.Node, int] = {}
+    todo = [(root, False) for root in reversed([*roots])]
+    while todo:
+        node, ready = todo.pop()
+        if node in found:
+            continue
+        if ready:
+            found[node] = len(found)
+        else:
+            todo += [(node, True), *((source, False) for source in reversed(node.all_input_nodes))]
+    return found
+
+
+def _numbered(variants: Iterable[str]) -> dict[str, str]:
+    counts: Counter[str] = Counter()
+    names: dict[str, str] = {}
+    for variant in dict.fromkeys(variants):
+        base = base_name(variant)
+        names[variant] = variant_name(base, counts[base])
+        counts[base] += 1
+    return names

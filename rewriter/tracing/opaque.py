@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rewriter.analysis.labels import dynamic, value_of
+from rewriter.analysis.op_semantics import dims_of, operator_of
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Opaque
+from rewriter.ir import Body, Opaque, args_of
 from rewriter.ir.marks import marks
 from rewriter.ops import MaskSpec
-from rewriter.tracing.example import Example
+from rewriter.tracing.export import Example
 from rewriter.tracing.interception import Recorded, replaced_forward
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.tracing.recorded_calls import tensor_paths, tensors_of
@@ -40,11 +42,6 @@ def opaque_child(path: str, module: nn.Module, call: Recorded, example: Example,
     parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
     shapes = tuple(example.symbolic(x.shape) for x in outputs)
     return Opaque(type(module).__name__, reason, parameters, places, shapes, indices)
-
-
-def convolves(module: nn.Module) -> bool:
-    """Whether a module holds a convolution: it combines tokens, so that its trace would not be used."""
-    return any(isinstance(m, (nn.Conv1d, nn.Conv2d)) for m in module.modules())
 
 
 def _require_constants(path: str, module: nn.Module, call: Recorded, reason: str) -> None:
@@ -99,3 +96,41 @@ def attributes_left_behind(model: nn.Module) -> Iterator[list[str]]:
     changed: list[str] = []
     yield changed
     changed += [name for name, identity in tensors().items() if before.get(name) != identity]
+
+
+# --- children that combine tokens
+
+
+# kinds of operators that combine or move elements along the dimensions that they name
+_ALONG = ("shift", "piece", "join", "scan", "reduction", "lookup", "difference")
+
+
+def mixing_operator(body: Body) -> str | None:
+    """The first operator of `body` that combines several tokens outside of attention; None when there is none."""
+    for module in body.modules.values():
+        if isinstance(module, Body) and (found := mixing_operator(module)):
+            return found
+    for node in body.graph.nodes:
+        if node.op == "call_function" and _mixes(node):
+            return str(node.target)
+    return None
+
+
+def _mixes(node: fx.Node) -> bool:
+    row = operator_of(node)
+    if row is None or not node.args:
+        return False
+    first = args_of(node)[row.factors[0]] if row.kind == "product" else args_of(node)[0]
+    first = first[0] if isinstance(first, (list, tuple)) and first else first
+    value = value_of(first) if isinstance(first, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return False
+    if row.kind == "convolution":
+        return any(map(dynamic, value.shape[2:]))
+    if row.kind == "product":
+        return dynamic(value.shape[-1])
+    if row.kind == "pad":
+        amounts = args_of(node)[1]
+        moved = [before != 0 or after != 0 for before, after in zip(amounts[::2], amounts[1::2], strict=True)]
+        return any(dynamic(value.shape[-1 - i]) and moves for i, moves in enumerate(moved))
+    return row.kind in _ALONG and any(dynamic(value.shape[dim]) for dim in dims_of(node))

@@ -6,6 +6,7 @@ computes with the stacked parameters: no more than one node of a graph, and rank
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import fx
 
 from rewriter.analysis.op_semantics import argument, aten, is_pointwise, is_sum, kind_of
 from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes
+from rewriter.tracing.functionalize import computed
 
 
 def join_pieces(graph: fx.Graph, children: MutableMapping[str, Module]) -> None:
@@ -93,11 +95,7 @@ def _stacked(body: Body, count: int, value: Any, dim: int) -> Body:
     graph, env = fx.Graph(), {}
     between = [1] * (value.dim() - dim - 2)
 
-    def made(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = graph.call_function(target, args, kwargs)
-        with value.fake_mode:
-            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        return node
+    made = functools.partial(computed, graph)
 
     def parameter(name: str) -> fx.Node:
         """All of them: [count, 1, …, size], to be applied to [..., count, …, size]."""

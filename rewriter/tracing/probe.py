@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from rewriter.common.cache_names import cache_argument
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT
-from rewriter.tracing.example import Example
+from rewriter.tracing.export import Example
 from rewriter.tracing.interception import replaced_forward
 from rewriter.tracing.model_errors import first_line
 from rewriter.tracing.wiring import forward_signature, layer_signature

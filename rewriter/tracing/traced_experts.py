@@ -49,7 +49,6 @@ def lifted_experts(
 
 
 _options: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-_CLOSE = 1e-9  # in float64
 
 
 def gate_of(module: nn.Module) -> dict[str, Any]:
@@ -69,20 +68,17 @@ def gate_of(module: nn.Module) -> dict[str, Any]:
             f"{type(module).__name__}: what its experts do between their projections cannot be evaluated "
             f"({first_line(error)})"
         ) from error
+    # modules that compute in float32 whatever they are given are compared as exactly as that allows
+    in_float32 = torch.equal(expected.float().to(expected.dtype), expected) or expected.dtype == torch.float32
+    tolerance = float(expected.abs().max()) * (1e-6 if in_float32 else 1e-9)
     for options in _candidates(bool(module.has_gate), numbers):
-        found = gated(sample, **options)
-        if found.shape == expected.shape and (found - expected).abs().max() <= _tolerance(expected):
+        computed = gated(sample, **options)
+        if computed.shape == expected.shape and (computed - expected).abs().max() <= tolerance:
             return options
     raise RewriterError(
         f"{type(module).__name__}: what its experts do between their projections is none of the forms that are known "
         f"(activations {', '.join(sorted(ACTIVATIONS))}; a limit; a slope; an offset)"
     )
-
-
-def _tolerance(expected: torch.Tensor) -> float:
-    """Modules that compute in float32 whatever they are given are compared as exactly as that allows."""
-    in_float32 = torch.equal(expected.float().to(expected.dtype), expected)
-    return float(expected.abs().max()) * (1e-6 if in_float32 or expected.dtype == torch.float32 else _CLOSE)
 
 
 def _candidates(has_gate: bool, numbers: list[float]) -> Iterator[dict[str, Any]]:

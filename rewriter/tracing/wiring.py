@@ -77,15 +77,8 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collectio
 
 
 _GLUE = (
-    operator.add,
-    operator.iadd,
-    operator.mul,
-    operator.sub,
-    operator.truediv,
-    operator.getitem,
-    torch.add,
-    torch.mul,
-)
+    operator.add, operator.iadd, operator.mul, operator.sub, operator.truediv, operator.getitem, torch.add, torch.mul,
+)  # fmt: skip
 _GLUE_METHODS = ("to", "type", "float", "add", "add_", "mul", "contiguous")
 
 

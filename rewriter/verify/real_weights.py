@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from rewriter.common.errors import VerificationError
+from rewriter.emit.files.output_files import PlannedFiles
 from rewriter.emit.manifest import mesh_of
-from rewriter.emit.output_files import PlannedFiles
 from rewriter.ir import Program
 from rewriter.output.manifest import Drift
 from rewriter.passes.base import bound_ranks, single_device

@@ -14,7 +14,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
-from rewriter.emit.output_directory import sha256_of
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.explain.bisect.files import WEIGHTS, compare_text, compare_weights, generated_files, not_finite
 from rewriter.explain.bisect.finding import Bisection, Fault, Step
 from rewriter.explain.bisect.locate import layer_of_path

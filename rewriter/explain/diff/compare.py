@@ -22,9 +22,9 @@ from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
+from rewriter.emit.files.output_files import runtime_module
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.manifest import mesh_of
-from rewriter.emit.output_files import runtime_module
 from rewriter.explain.diff.differences import CodeDifference, Differences, Row, TensorDifferences
 from rewriter.explain.diff.page import page
 from rewriter.explain.diff.programs import layers_between, passes_between, passes_of

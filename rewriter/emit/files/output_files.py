@@ -15,12 +15,11 @@ import torch
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.tokenizer_code import code_files, vocabulary_files
-from rewriter.emit.changed_weights import changed_tensors, untied_tensors
-from rewriter.emit.kept_tensors import KeptTensors, kept_tensors
+from rewriter.emit.files.kept_tensors import KeptTensors, kept_tensors
+from rewriter.emit.files.output_directory import OutputDirectory, sha256_of
+from rewriter.emit.files.weights import cast_dtypes, changed_tensors, untied_tensors, weight_references, written_dtypes
 from rewriter.emit.manifest import mesh_of
-from rewriter.emit.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.reduction_pattern import sentences
-from rewriter.emit.weight_references import cast_dtypes, weight_references, written_dtypes
 from rewriter.ir import Program
 from rewriter.output.manifest import FileHeader, PerRank, Runtime, SequenceEntry
 from rewriter.output.names import mesh_name
@@ -177,7 +176,7 @@ def plan(
 
 def runtime_module(program: Program) -> tuple[str, Runtime, str]:
     """(the mesh's name, its part of the manifest, the text of its module), for ranks that read the checkpoint."""
-    from rewriter.emit.runtime_module import emit_runtime_module
+    from rewriter.emit.module import emit_runtime_module
 
     mesh, plan = mesh_name(mesh_of(program)), sequence_plan(program)
     sequence = None if plan is None else SequenceEntry(**asdict(plan))

@@ -1,13 +1,16 @@
 """What every generated Hugging Face file holds: the model's classes, and how their layers are rewired."""
 
+import inspect
+
 import torch
 from transformers import LlamaConfig as SourceConfig
 from transformers import LlamaModel as SourceModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from rewriter.emit.verbatim.per_rank import RANKS, refuse_dropout, refuse_engines, use_per_rank_modules
+from rewriter.emit.huggingface.verbatim.per_rank import RANKS, refuse_dropout, refuse_engines, use_per_rank_modules
 
 LAYER_CLASSES = {"standard": LlamaDecoderLayer}
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
 ALONE = 1  # what a layer takes or gives: the residual stream alone. (1,) where values have widths
 vectors = int  # how many vectors of the hidden size that is. `sum` where values have widths
 
@@ -56,17 +59,17 @@ def rewire(model, layers):
 
 
 def is_missing(layer):
-    """Whether an engine put an Identity in the place of a layer that another stage of its pipeline has."""
+    """True for the Identity that an engine puts in the place of a layer of another pipeline stage."""
     return isinstance(layer, torch.nn.Identity)
 
 
 def require_packed_width(layer, args, kwargs):
     """Refuse a hidden state without the values that the layer before hands on beside the residual stream."""
-    found = [*args, *kwargs.values()][0].shape[-1]
-    if found != layer.packed_width:
+    width = [*args, *kwargs.values()][0].shape[-1]
+    if width != layer.packed_width:
         raise ValueError(
             f"a {type(layer).__name__} takes {layer.packed_width} values per token from the layer before, and was "
-            f"given {found}: the layers are cut before it. Pipeline parallelism passes on the residual stream alone. "
+            f"given {width}: the layers are cut before it. Pipeline parallelism passes on the residual stream alone. "
             "Use tensor parallelism, or cut before a layer that takes the stream alone."
         )
 
@@ -95,6 +98,8 @@ class OwnConfig(SourceConfig):
 
 
 class OwnModel(SourceModel):
+    """SourceModel whose decoder layers have the classes that its config names."""
+
     config_class = OwnConfig
     _no_split_modules = (*(SourceModel._no_split_modules or ()), *(c.__name__ for c in LAYER_CLASSES.values()))
 
@@ -105,3 +110,17 @@ class OwnModel(SourceModel):
     @classmethod
     def is_custom_code(cls):
         return False  # it is initialised as the source is, also the buffers that no checkpoint holds
+
+
+def take_cache(kwargs):
+    """The cache out of the arguments of a layer, whatever this version of transformers calls it."""
+    return next((kwargs.pop(name) for name in CACHE_NAMES if name in kwargs), None)
+
+
+def name_caches(layer):
+    """Note on a layer, by path, what each of its modules calls the cache, or the first one inside it with a name."""
+    layer.cache_names = {}
+    for path, module in layer.named_modules():
+        signatures = (inspect.signature(type(inside).forward).parameters for inside in module.modules())
+        found = (name for names in signatures for name in CACHE_NAMES if name in names)
+        layer.cache_names[path] = next(found, CACHE_NAMES[0])  # one that takes no cache may take any argument

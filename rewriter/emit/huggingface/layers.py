@@ -25,21 +25,21 @@ from rewriter.analysis.communication import local_values
 from rewriter.analysis.op_semantics import aten, function_of
 from rewriter.analysis.residual import computes, is_add, is_scaling, residual_blocks
 from rewriter.common.errors import RewriterError
-from rewriter.emit.layer_arguments import LayerArguments, arguments_of
-from rewriter.emit.node_code import WiringPrinter, operands
-from rewriter.emit.per_rank_modules import (
+from rewriter.emit.huggingface.per_rank import (
     NotPerRank,
     PerRankChild,
     PerRankModule,
     computes_partial,
+    has_experts,
     is_entry,
     per_rank_child,
     token_by_token,
+    token_child,
 )
-from rewriter.emit.per_rank_tokens import has_experts, token_child
+from rewriter.emit.huggingface.wiring_code import LayerArguments, WiringPrinter, arguments_of, operands
 from rewriter.emit.python_source import UniqueNames, broken
 from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes
-from rewriter.ir.marks import in_stream, marks, stream_index
+from rewriter.ir.marks import in_stream, layer_of, marks, stream_index
 
 _ON_ALL = (ops.copy_to_group, ops.agreed)  # the same value
 _PAD = " " * 8  # of statements of a method
@@ -169,17 +169,13 @@ class LayerFlow:
 
     def crossing(self, boundary: int) -> list[fx.Node]:
         """The values that enter layer `boundary`: of the residual stream, newest first, then others, newest first."""
-        alive = [n for n, last in self.last_use.items() if self._home(n) < boundary <= last]
+        homes = {n: -1 if marks(n).layer is None else layer_of(n) for n in self.last_use}
+        alive = [n for n, last in self.last_use.items() if homes[n] < boundary <= last]
         newest = sorted(alive, key=self.order.__getitem__, reverse=True)
         return sorted(newest, key=lambda node: -stream_index(node) if in_stream(node) else 1)
 
     def inside(self, layer: int) -> list[fx.Node]:
         return [n for n in self.nodes if n in self.last_use and marks(n).layer == layer]
-
-    @staticmethod
-    def _home(node: fx.Node) -> int:
-        layer = marks(node).layer
-        return -1 if layer is None else layer
 
 
 class _HuggingFaceLayers:
@@ -219,7 +215,11 @@ class _HuggingFaceLayers:
     def layer(self, index: int, takes: list[fx.Node], gives: list[fx.Node]) -> PrintedLayer:
         self.path = self.program.layer_path(index)
         source, inside = self.program.source.of_layer(index), self.flow.inside(index)
-        calls = [(call, self._attends(node)) for node in inside if (call := marks(node).python) is not None]
+        calls = []  # of children, and whether each attends
+        for node in inside:
+            if (call := marks(node).python) is not None:
+                module = self.program.modules[str(node.target)]
+                calls.append((call, isinstance(module, Body) and module.attends))
         self.arguments = arguments_of(source, calls, source.absent[index])
         self.unique = UniqueNames(["self", "kwargs", "cache", "torch", *source.layer_arguments])
         self.names = {takes[0]: source.layer_arguments[0]}
@@ -243,10 +243,6 @@ class _HuggingFaceLayers:
             self.arguments,
             ages,
         )
-
-    def _attends(self, node: fx.Node) -> bool:
-        module = self.program.modules[str(node.target)]
-        return isinstance(module, Body) and module.attends
 
     def _width(self, node: fx.Node) -> int:
         return self.ranks if self.form[node] == "per_rank" else 1

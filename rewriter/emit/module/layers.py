@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -13,31 +14,31 @@ from rewriter.analysis.communication import local_values
 from rewriter.analysis.labels import reduced_shape, value_of
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
-from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
+from rewriter.emit.module.classes import ClassTable, containers, leaf_needs_group
+from rewriter.emit.module.roles import Roles
 from rewriter.emit.node_code import NodePrinter
-from rewriter.emit.outline import SCHEDULED, Outline, Region, region, segments
 from rewriter.emit.python_source import UniqueNames, assignment, attribute, free_name
-from rewriter.emit.roles import Roles
 from rewriter.emit.statements import StatementPrinter, returning
 from rewriter.ir import Body, Leaf, Module, Program, args_of
-from rewriter.ir.marks import in_stream, mark, marks, stream_index
+from rewriter.ir.marks import in_stream, mark, marks, running_layer, stream_index
 from rewriter.ir.structure import is_dropout
 
-_RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, and ends with one of all
+_BASE = '    """The modules of a layer; classes below say how they are wired."""'
 
 
 def previous(distance: int) -> str:
-    """The name of the layer so many before, in the code of a layer."""
+    """The name, in the code of a layer, of the layer `distance` before it."""
     return "previous" if distance == 1 else f"previous_{distance}"
 
 
 @dataclass(frozen=True)
 class RuntimeLayer:
-    """One layer: its class (while that has no name, its text), the arguments that build it, and its call. `takes` and
-    `gives` are the values that cross, in order; `reads` says how many layers before it those are whose modules it
-    calls."""
+    """One layer: its class (while that has no name, the text of its methods), its constructor `init`, the arguments
+    that build it, and its call. `takes` and `gives` are the values that cross, in order; `reads` says how many layers
+    before it those are whose modules it calls."""
 
     cls: str
+    init: str
     arguments: str
     takes: tuple[fx.Node, ...]
     gives: tuple[fx.Node, ...]
@@ -68,24 +69,39 @@ class RuntimeLayerPrinter:
     def run(self) -> tuple[list[RuntimeLayer], str]:
         """(the layers, the source of their classes)."""
         printed = [self._layer(i, r) for i, r in enumerate(self.outline.layers)]
-        classes = self._names([layer.cls for layer in printed])
-        layers = [replace(layer, cls=classes[layer.cls]) for layer in printed]
-        return layers, "\n\n\n".join(f"class {name}(nn.Module):\n{text}" for text, name in classes.items())
+        classes = self._names([(layer.init, layer.cls) for layer in printed])
+        layers = [replace(layer, cls=classes[layer.init, layer.cls]) for layer in printed]
+        users = Counter(init for init, _ in classes)
+        bases: dict[str, str] = {}  # by constructor, of those that several classes have
+        parts = []
+        for (init, forward), name in classes.items():
+            if users[init] == 1:
+                parts.append(f"class {name}(nn.Module):\n{init}\n\n{forward}")
+                continue
+            if init not in bases:
+                bases[init] = self.names.new(f"{self.program.source.layer_class}Base")
+                parts.append(f"class {bases[init]}(nn.Module):\n{_BASE}\n\n{init}")
+            parts.append(f"class {name}({bases[init]}):\n{forward}")
+        return layers, "\n\n\n".join(parts)
 
     # --- names of classes
 
-    def _names(self, texts: Sequence[str]) -> dict[str, str]:
+    def _names(self, texts: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
         """A class name per distinct text: after how its layers are wired, and where they stand among such layers."""
-        families = self._modes()
+        families = [""] * len(self.outline.layers)  # how each layer is wired, as the beginning of its class name
+        for block in residual_blocks(self.program):
+            families[block.layer] = families[block.layer] or block.mode.prefix
         modes = [
-            _RESYNC if self._resyncs(region) else name
-            for name, region in zip(families, self.outline.layers, strict=True)
+            "Resync" if self._has_own(layer.inputs) and not self._has_own(layer.outputs) else name
+            for name, layer in zip(families, self.outline.layers, strict=True)
         ]
-        uses: dict[str, list[int]] = {}
+        uses: dict[tuple[str, str], list[int]] = {}
         for index, text in enumerate(texts):
             uses.setdefault(text, []).append(index)
         places = {text: _place(layers, families) for text, layers in uses.items()}
-        usual: dict[str, str] = {}  # per mode: a text in the middle, else that of most layers, else of the last ones
+        usual: dict[
+            str, tuple[str, str]
+        ] = {}  # per mode: a text in the middle, else that of most layers, else of the last ones
         for text, layers in sorted(uses.items(), key=lambda use: (not places[use[0]], len(use[1]), use[1])):
             usual[modes[layers[0]]] = text
         result = {}
@@ -95,17 +111,9 @@ class RuntimeLayerPrinter:
             result[text] = self.names.new(f"{place}{mode}{self.program.source.layer_class}")
         return result
 
-    def _modes(self) -> list[str]:
-        """How each layer is wired, as the beginning of its class name."""
-        modes = [""] * len(self.outline.layers)
-        for block in residual_blocks(self.program):
-            modes[block.layer] = modes[block.layer] or block.mode.prefix
-        return modes
-
-    def _resyncs(self, region: Region) -> bool:
-        """Whether a layer begins with residuals of the ranks' own and ends with one of all."""
-        own = [any(in_stream(n) and n in self.local for n in side) for side in (region.inputs, region.outputs)]
-        return own == [True, False]
+    def _has_own(self, values: Collection[fx.Node]) -> bool:
+        """True where each rank has its own residual among `values`."""
+        return any(in_stream(n) and n in self.local for n in values)
 
     # --- one layer
 
@@ -143,17 +151,18 @@ class RuntimeLayerPrinter:
         self.slot_specs += cache_slots(children)
         has_slot = len(self.slot_specs) > slot
         arguments = [*(["tp"] if needs_group else []), *(["slot"] if has_slot else [])]
-        body = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
-        body += ["        self.tp = tp"] if needs_group else []
-        body += [f"        {line}" for line in containers(list(constructors))]
-        body += [f"        {assignment(name, text)}" for name, text in constructors.items()]
+        init = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
+        init += ["        self.tp = tp"] if needs_group else []
+        init += [f"        {line}" for line in containers(list(constructors))]
+        init += [f"        {assignment(name, text)}" for name, text in constructors.items()]
         head = ", ".join(["self", *map(previous, before), *given])
         results = ", ".join(names[n] for n in gives)
-        body += ["", f"    def forward({head}):", *(f"        {line}" for line in returning(lines, results))]
+        body = [f"    def forward({head}):", *(f"        {line}" for line in returning(lines, results))]
         for method in methods:
             body += ["", *(f"    {line}".rstrip() for line in method)]
         values = {"tp": "tp", "slot": f"slot={slot}"}
-        return RuntimeLayer("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, before)
+        built = ", ".join(values[a] for a in arguments)
+        return RuntimeLayer("\n".join(body), "\n".join(init), built, takes, gives, before)
 
     def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
         """(arguments in order: what crosses layers, then the context; names of the arguments)."""
@@ -169,13 +178,13 @@ class RuntimeLayerPrinter:
         return (0, -stream_index(node)) if in_stream(node) else (1, self.order[node])
 
     def names_of(self, nodes: Collection[fx.Node]) -> dict[fx.Node, str]:
-        """UniqueNames of values that cross layers."""
+        """Names of values that cross layers."""
         return self.roles.crossing(sorted(nodes, key=self.crossing_order), self.context)
 
     def _schedule(
         self, layer: Region, names: dict[fx.Node, str], module: Callable[[str], str]
     ) -> tuple[list[str], list[list[str]]]:
-        """(lines of forward: segments and collectives; methods of the segments). UniqueNames results in `names`."""
+        """(lines of forward: segments and collectives; methods of the segments). Names results in `names`."""
         outputs = self.names_of(layer.outputs)
         pieces = segments(layer, self.order)
         bound = [n for p in pieces for n in ([p] if isinstance(p, fx.Node) else p.outputs)]
@@ -282,3 +291,91 @@ def cache_slots(children: Mapping[str, Module]) -> list[str]:
                 window = f", window={mask.cached}" if mask.cached is not None else ""
                 found.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
     return found
+
+
+# --- the cut into layers and segments
+
+
+SCHEDULED = frozenset({ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather, ops.repeat_shard})
+
+
+@dataclass(frozen=True)
+class Region:
+    """Consecutive wiring nodes. `inputs` come from outside in order of definition, `outputs` are used outside."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What runs before the layers, each layer, and after them."""
+
+    before: tuple[fx.Node, ...]
+    layers: tuple[Region, ...]
+    after: tuple[fx.Node, ...]
+
+
+def outline(graph: fx.Graph, num_layers: int) -> Outline:
+    """Cut a wiring by the layer that runs each node. Raises RewriterError when layers interleave."""
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    of_layer: dict[int, list[fx.Node]] = {i: [] for i in range(num_layers)}
+    before: list[fx.Node] = []
+    after: list[fx.Node] = []
+    reached = -1
+    for node in nodes:
+        layer = running_layer(node)
+        if layer is None:
+            (before if reached < 0 else after).append(node)
+            continue
+        if layer < reached:
+            where = "after" if after else "inside"
+            raise RewriterError(f"{node.name} of layer {layer} is scheduled {where} layer {reached}")
+        reached = layer
+        of_layer[layer].append(node)
+    # what stands between layers but belongs to none (a constant, say) runs first if it needs no layer
+    computed: set[fx.Node] = set()  # in a layer, or from what one computes
+    for node in graph.nodes:
+        if marks(node).layer is not None or not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+    before += [n for n in after if n not in computed]
+    after = [n for n in after if n in computed]
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    regions = tuple(region(of_layer[i], order) for i in range(num_layers))
+    return Outline(tuple(before), regions, tuple(after))
+
+
+def with_values_in_flight(cut: Outline) -> Outline:
+    """The same outline, with values that only pass a layer by made its inputs and outputs.
+
+    A loop over alike layers then sees the same number of values in flight before and after each.
+    """
+    last = {n: i for i, r in enumerate(cut.layers) for n in r.inputs}
+    last |= {n: len(cut.layers) for node in cut.after for n in node.all_input_nodes}
+    live = {n for n in cut.before if in_stream(n)}
+    layers = []
+    for index, layer in enumerate(cut.layers):
+        passing = tuple(n for n in live if n not in layer.inputs and last.get(n, -1) > index)
+        kept = tuple(n for n in layer.inputs if n in live and last[n] > index)
+        layers.append(Region(layer.nodes, layer.inputs + passing, layer.outputs + passing + kept))
+        live = set(layers[-1].outputs)
+    return Outline(cut.before, tuple(layers), cut.after)
+
+
+def region(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> Region:
+    """The region of `nodes`, with its inputs and outputs."""
+    inside = list(nodes)
+    members = set(inside)
+    inputs = {source for node in inside for source in node.all_input_nodes if source not in members}
+    outputs = [node for node in inside if any(user not in members for user in node.users)]
+    return Region(tuple(inside), tuple(sorted(inputs, key=order.__getitem__)), tuple(outputs))
+
+
+def segments(layer: Region, order: dict[fx.Node, int]) -> list[Region | fx.Node]:
+    """A layer as computation (Regions, all or nothing of which runs in a branch) and collectives (nodes), in order."""
+    result: list[Region | fx.Node] = []
+    for (scheduled, _), run in itertools.groupby(layer.nodes, key=lambda n: (n.target in SCHEDULED, marks(n).beside)):
+        nodes = list(run)
+        result += nodes if scheduled else [region(nodes, order)]
+    return result

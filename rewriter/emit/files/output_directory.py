@@ -248,14 +248,12 @@ class OutputDirectory:
         return (None if job is None else (job, files)), length
 
     def _check_job(self, earlier: Mapping[str, Any]) -> None:
-        missing = object()
         for key in dict.fromkeys([*earlier, *self.job]):
-            was, now = earlier.get(key, missing), self.job.get(key, missing)
+            was, now = (repr(job[key]) if key in job else "not set" for job in (earlier, self.job))
             if was != now:
-                was_text, now_text = ("not set" if value is missing else repr(value) for value in (was, now))
                 raise RewriterError(
-                    f"--resume: the interrupted run that left {self.staging} had {key} {was_text}, this one has "
-                    f"{now_text}. Repeat it with the same options, or start over without --resume."
+                    f"--resume: the interrupted run that left {self.staging} had {key} {was}, this one has "
+                    f"{now}. Repeat it with the same options, or start over without --resume."
                 )
 
     def _keep_finished(self, files: Mapping[str, tuple[int, str]]) -> None:

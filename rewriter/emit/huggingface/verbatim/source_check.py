@@ -13,38 +13,38 @@ from transformers import LlamaConfig as SourceConfig
 from transformers import LlamaForCausalLM as SourceModel
 from transformers import __version__ as transformers_version
 
-from rewriter.emit.verbatim.cache_names import name_caches
-from rewriter.emit.verbatim.per_rank import RANKS, output_rows, use_per_rank_modules
+from rewriter.emit.huggingface.verbatim.model import name_caches
+from rewriter.emit.huggingface.verbatim.per_rank import RANKS, output_rows, use_per_rank_modules
 
 MADE_FOR = VERSIONS = UNTRIED = ""
 SMALL = {}
-READ = BOUND = ()
+TRACED = BOUND = ()
 
 
 def check_source():
-    """Where transformers may have other layers, warn if they compute the same; raise ImportError if not."""
+    """Try a version of transformers that is not in VERSIONS: warn if it computes the same, raise ImportError if not."""
     if transformers_version in VERSIONS.split(", "):
         return
     text = (
         f"transformers {transformers_version} is not known to have the {MADE_FOR} that this file was generated for. "
         f"Versions known to have it: {VERSIONS}. "
     )
-    found = difference()
-    if found is None:
+    changed = difference()
+    if changed is None:
         text += "On random weights it computes the same. `rewrite refresh DIR` writes the file for it."
         warnings.warn(text, stacklevel=2)
         return
-    text += f"{found}Install one of them, or write the file for this version: `rewrite refresh DIR`."
+    text += f"{changed}Install one of them, or write the file for this version: `rewrite refresh DIR`."
     raise ImportError(text)
 
 
 def unknown_difference():
-    """Why it is not tried whether the source's model computes the same."""
+    """The reason why the installed model is not compared with the traced layers."""
     return f"Whether it computes the same cannot be tried ({UNTRIED}). "
 
 
 def difference():
-    """What the source's model computes otherwise with its layers as they were read, in words; None for nothing."""
+    """A sentence on what the installed model computes otherwise than with the traced layers; None if nothing."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             torch.manual_seed(0)
@@ -53,10 +53,10 @@ def difference():
                 if tensor.is_floating_point():
                     tensor.normal_(std=0.5)
             ids = torch.arange(3, 45).view(2, 21)
-            if (found := ranks_differ(model, ids)) is not None:
-                return found
+            if (child := ranks_differ(model, ids)) is not None:
+                return child
             expected = logits_of(model, ids)
-            for layer, layer_class in zip(model.layers, READ, strict=True):
+            for layer, layer_class in zip(model.layers, TRACED, strict=True):
                 layer.__class__ = layer_class
                 name_caches(layer)
             error = (logits_of(model, ids) - expected).abs().max() / expected.abs().max()
@@ -66,7 +66,7 @@ def difference():
 
 
 def logits_of(model, ids):
-    """Logits of all tokens at once, one row padded at its left, and of three that follow, which read the cache."""
+    """Logits [tokens, vocabulary] of two rows, one padded at its left, then of three generated tokens, by cache."""
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}

@@ -17,15 +17,21 @@ from rewriter.analysis.absolute_positions import counts_tokens
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
-from rewriter.emit.classes import ClassTable, containers
+from rewriter.emit.files.weights import kept_in_fp32
+from rewriter.emit.module.classes import ClassTable, containers
+from rewriter.emit.module.layers import (
+    Outline,
+    RuntimeLayer,
+    RuntimeLayerPrinter,
+    outline,
+    previous,
+    with_values_in_flight,
+)
 from rewriter.emit.node_code import NodePrinter
-from rewriter.emit.outline import Outline, outline, with_values_in_flight
 from rewriter.emit.python_source import UniqueNames, assignment, attribute, broken, literal
-from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter, previous
 from rewriter.emit.statements import StatementPrinter
-from rewriter.emit.weight_references import kept_in_fp32
 from rewriter.ir import Body, Opaque, Program, args_of, walk_modules
-from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
+from rewriter.ir.marks import in_stream
 from rewriter.ir.structure import is_dropout, without_dropout
 from rewriter.weights.checkpoint import TORCH_DTYPES
 
@@ -161,7 +167,7 @@ class _Emitter:
 
     def _compute(self, layers: list[RuntimeLayer], paths: Mapping[str, str]) -> list[str]:
         def module(path: str) -> str:
-            return attribute(self._where(path, paths))
+            return attribute(paths.get(path, path))
 
         env: dict[fx.Node, str] = {n: str(n.target) for n in self.program.graph.nodes if n.op == "placeholder"}
         used_later = {n for r in self.outline.layers for n in r.inputs} | {
@@ -195,7 +201,7 @@ class _Emitter:
             tail,
             {s: env[s] for n in tail for s in n.all_input_nodes if s in env},
             {result: "logits"},
-            lambda n: "logits" if n is result else self.printer.roles.of(n) if marks(n).runs_in != UNSCHEDULED else "x",
+            self.printer.roles.of,
             module,
             inline=False,
         )
@@ -218,18 +224,11 @@ class _Emitter:
 
     def _head(self) -> fx.Node | None:
         """The first node after the layers that leads to the head alone: only the wanted tokens need to pass it."""
-        tail = self.outline.after
-        last = next((n for n in reversed(tail) if n.op == "call_module"), None)
-        if last is None or last not in tail:
+        last = next((n for n in reversed(self.outline.after) if n.op == "call_module"), None)
+        if last is None:
             return None
         entered = last.all_input_nodes[0]
         return entered if entered.target is ops.copy_to_group else last
-
-    def _where(self, path: str, paths: Mapping[str, str]) -> str:
-        if path in paths:
-            return paths[path]
-        layer, _, rest = path.removeprefix(f"{self.source_info.layers}.").partition(".")
-        return f"{self.source_info.layers}.{layer}.{rest}"
 
 
 def _plan(plan: ops.SequencePlan) -> str:
@@ -275,7 +274,7 @@ def imports(code: str) -> str:
     """The import block of an emitted module: what its code names, no more."""
     used = [n for n in _RUNTIME_NAMES if re.search(rf"(?<![\w.]){n}\b", code)]
     lines = ["import torch"] if re.search(r"(?<![\w.])torch\.", code) else []
-    if "F." in code and re.search(r"(?<![\w.])F\.", code):
+    if re.search(r"(?<![\w.])F\.", code):
         lines.append("import torch.nn.functional as F")
     lines += ["from torch import nn", "", "from rewriter.runtime import ("]
     return "\n".join([*lines, *(f"    {n}," for n in used), ")"])

@@ -10,8 +10,11 @@ import transformers
 
 from rewriter import ops
 from rewriter.common.version import VERSION
-from rewriter.emit.layers import PrintedLayer, print_layers
-from rewriter.emit.per_rank_modules import PerRankModule
+from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
+from rewriter.emit.huggingface.per_rank import PerRankModule
+from rewriter.emit.huggingface.source_check import checking_code
+from rewriter.emit.huggingface.source_classes import config_module, layer_arguments, returned_values
+from rewriter.emit.huggingface.verbatim import model, per_rank, source_of
 from rewriter.emit.python_source import (
     LINE_LENGTH,
     bracketed,
@@ -22,9 +25,6 @@ from rewriter.emit.python_source import (
     literal,
     quoted,
 )
-from rewriter.emit.source_check import checking_code
-from rewriter.emit.source_classes import config_module, layer_arguments, returned_values
-from rewriter.emit.verbatim import cache_names, model, per_rank, source_of
 from rewriter.ir import Leaf, Program, Source, args_of
 from rewriter.ir.marks import marks
 
@@ -73,16 +73,16 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
     constants = [f"RANKS = {program.mesh.get('tp')}  # that this model's function is bound to"] * bound
     read = _as_read(program)
     caches = any(kind.layer.arguments.cache for kind in (*kinds, *read))
-    constants += [f"CACHE_NAMES = {literal(cache_names.CACHE_NAMES)}"] * caches
+    constants += [f"CACHE_NAMES = {literal(model.CACHE_NAMES)}"] * caches
     classes = {kind.class_name: kind.example for kind in kinds if kind.layer.modules} if bound else None
     check = checking_code(source, [kind.class_name for kind in read], caches, program.mesh.get("tp", 1), classes)
-    if any("READ = [" in part for part in check):
+    if any("TRACED = [" in part for part in check):
         check = [*(_layer_class(program, kind, False) for kind in {k.class_name: k for k in read}.values()), *check]
     parts = [
         _header(program, kinds, names, bound),
         "\n\n".join([_imports(source, modules, check, caches), *constants]),
         *(_per_rank_code(modules) if bound else ()),
-        *(source_of(part) for part in (cache_names.take_cache, cache_names.name_caches) if caches),
+        *(source_of(part) for part in (model.take_cache, model.name_caches) if caches),
         *(_layer_class(program, kind, bound) for kind in kinds),
         _table(source, kinds),
         *_rewiring(program, bound, caches),
@@ -153,8 +153,12 @@ def _layer_class(program: Program, kind: PrintedKind, bound: bool) -> str:
     arguments = [a for a in layer_arguments(source) if a.name in layer.arguments.named]
     lines = [f"class {kind.class_name}({source.layer_class}):", *docstring(kind.what, 4)]
     if kind.name:
-        widths = (("takes", layer.widths_taken), ("gives", layer.widths_given))
-        lines += ["", *(f"    {name} = {_widths(of) if bound else len(of)}" for name, of in widths)]
+        widths = (("takes", layer.widths_taken, "from"), ("gives", layer.widths_given, "to"))
+        unit = "widths of the values" if bound else "hidden-size vectors per token"
+        lines.append("")
+        for name, of, side in widths:
+            other = "the layer before" if side == "from" else "the next layer"
+            lines.append(f"    {name} = {_widths(of) if bound else len(of)}  # {unit} {side} {other}")
     if layer.modules:
         lines.append("    per_rank_modules = (")
         for path, module in layer.modules.items():
@@ -194,21 +198,28 @@ def _table(source: Source, kinds: Sequence[PrintedKind]) -> str:
     """LAYER_CLASSES: the class of every kind of layer."""
     rows = [*zip(standard_kinds(source), [c.name for c in source.layer_classes], strict=True)]
     rows += [(kind.name, kind.class_name) for kind in kinds]
-    return "\n".join(["LAYER_CLASSES = {", *(f"    {quoted(name)}: {cls}," for name, cls in rows), "}"])
+    return "\n".join(
+        [
+            "# by kind, as config.rewriter_layers names them",
+            "LAYER_CLASSES = {",
+            *(f"    {quoted(name)}: {cls}," for name, cls in rows),
+            "}",
+        ]
+    )
 
 
 def _as_read(program: Program) -> list[PrintedKind]:
     """For every layer, the kind that is printed as the source wrote it."""
     source, layers = program.source, print_layers(program.origin or program)
-    found: list[PrintedKind] = []
+    kinds: list[PrintedKind] = []
     for index, layer in enumerate(layers):
-        kind = next((k for k in found if k.layer == layer and source.alike(k.example, index)), None)
+        kind = next((k for k in kinds if k.layer == layer and source.alike(k.example, index)), None)
         if kind is None:
             name = source.of_layer(index).layer_class
-            class_name = free_name(f"Read{name}", {k.class_name for k in found}.__contains__)
-            kind = PrintedKind("", class_name, layer, index, (f"{name} as it was read.",))
-        found.append(kind)
-    return found
+            class_name = free_name(f"Traced{name}", {k.class_name for k in kinds}.__contains__)
+            kind = PrintedKind("", class_name, layer, index, (f"{name} as it was when this file was generated.",))
+        kinds.append(kind)
+    return kinds
 
 
 # --- modules that compute per rank

@@ -52,12 +52,15 @@ class Roles:
             return "x_own" if entered == "x" and marks(node).layer is not None else entered
         if node.target is torch.ops.aten.sym_size.int:
             return {0: "batch", 1: "length"}.get(args_of(node)[1], "size")
-        if marks(node).layer is None:
-            return "x"
+        if marks(node).layer is None:  # around the layers: a scale, a cap
+            source = args_of(node)[0] if node.args else None
+            return self.of(source) if isinstance(source, fx.Node) and not is_add(node) else "x"
         return self._computed(node)
 
     def _computed(self, node: fx.Node) -> str:
         """Sums and multiples inside of a layer."""
+        if node.target is getattr:
+            return str(args_of(node)[1])
         operands = [self.of(n) for n in node.all_input_nodes]
         if is_add(node):
             if "x_own" in operands:
@@ -67,7 +70,7 @@ class Roles:
             return "update"
         if marks(node).writes is not None and node.target is operator.mul:
             return "share"
-        return operands[0] if len(operands) == 1 else "total"
+        return operands[0] if len(operands) == 1 or node.op == "call_method" else "total"
 
     @staticmethod
     def _is_summed(node: fx.Node) -> bool:

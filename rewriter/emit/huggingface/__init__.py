@@ -17,11 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.analysis.residual import residual_blocks
-from rewriter.emit.layers import PrintedLayer, print_layers
-from rewriter.emit.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
+from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
+from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
+from rewriter.emit.huggingface.source_classes import require_importable
 from rewriter.emit.python_source import camel, free_name, identifier
-from rewriter.emit.reduction_pattern import BlockMode, delays, described, layer_modes, pattern_table, shared_norms
-from rewriter.emit.source_classes import require_importable
+from rewriter.emit.reduction_pattern import (
+    BlockMode,
+    delays,
+    layer_modes,
+    pattern_table,
+    shared_norms,
+)
 from rewriter.ir import Program, Source
 from rewriter.passes.base import bound_ranks, scopes, single_device
 
@@ -158,7 +164,7 @@ def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: Sequ
     if modes is None:
         place = {(False, False): "_alone", (False, True): "_first", (True, False): "_last", (True, True): ""}
         return rewrite + place[layer.packed]
-    words = [mode.word for mode in modes]
+    words = [block.mode.word or block.mode.label for block in modes]
     return words[0] if len(set(words)) == 1 else "_".join(words)
 
 
@@ -169,8 +175,8 @@ def _what(
     name = program.source.of_layer(index).layer_class
     if modes is not None:
         passing = [f"Computes what {name} computes, beside values that it passes on."]
-        return [described(mode) for mode in modes] if touched else passing
-    late = []
+        return [f"`{block.name}`: {block.mode.sentence}." for block in modes] if touched else passing
+    late: list[str] = []
     for block in residual_blocks(program) if touched else ():
         if block.layer == index and block.reads and block.reads[-1] < block.index:
             late.append(f"`{block.path.rpartition('.')[2]}`" if block.kind != "parallel" else "All of the layer")
