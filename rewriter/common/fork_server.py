@@ -92,18 +92,17 @@ def exit_code(process: BaseProcess) -> int | None:
 
 
 def _context() -> ForkServerContext:
-    from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
+    from multiprocessing.forkserver import _forkserver
 
     context = ForkServerContext()
-    if _forkserver._preload_modules == ["__main__"]:  # else the program has set its own, which stay
+    if getattr(_forkserver, "_preload_modules", None) == ["__main__"]:  # else the program has set its own, which stay
         context.set_forkserver_preload(list(_PRELOADED))
     return context
 
 
 def _run(words: list[str], variables: dict[str, str], log: str) -> None:
     """In the forked process: what `python WORDS…` does, ended with the client, even if that is killed."""
-    client = parent_process()
-    threading.Thread(target=lambda: (client.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with_client, daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -119,3 +118,10 @@ def _run(words: list[str], variables: dict[str, str], log: str) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
+
+
+def _end_with_client() -> None:
+    client = parent_process()
+    assert client is not None
+    client.join()
+    os._exit(1)
