@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rewriter import api
 from rewriter.analysis.layer_drawing import program_drawing
-from rewriter.analysis.layer_wiring import each_layer, wired_layers
+from rewriter.analysis.layer_plan import grouped, layer_plans
 from rewriter.cli import main
 from rewriter.convert.reopened import find_source, recorded_path
 from rewriter.convert.report import ConversionReport
@@ -236,14 +236,14 @@ def test_tensors_renamed_reordered_cast_and_added(source: Path, tmp_path: Path) 
 def test_the_drawing_has_what_the_blocks_have(source: Path, recipe: str) -> None:
     program = api.rewrite(trace(source), recipe, tp=2)
     drawing = program_drawing(program)
-    shown = [b for group in wired_layers(program) for b in group.blocks]
+    shown = [b for group in grouped(layer_plans(program)) for b in group.blocks]
     boxes = re.findall(r"<rect[^>]*><title>([^<]*)</title>", drawing)
     assert len(boxes) == len(shown)
     late = sum(max(b.late, default=0) > 0 for b in shown)
     assert len(re.findall(r"<title>[^<(]* reads the stream as it was", drawing)) == late
     for words, reduction in (("nothing computes", "exposed"), ("overlaps with", "hidden"), ("left out", "dropped")):
         assert drawing.count(f"{words}") == sum(b.reduction == reduction for b in shown)
-    assert sum(group.count for group in wired_layers(program)) == len(each_layer(program))
+    assert sum(group.count for group in grouped(layer_plans(program))) == len(layer_plans(program))
 
 
 def test_notebook_objects_show_the_drawing(source: Path, tmp_path: Path) -> None:

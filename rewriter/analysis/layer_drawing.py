@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rewriter.analysis.layer_wiring import WiredBlock, WiredLayers, wired_layers
+from rewriter.analysis.layer_plan import BlockPlan, LayerGroup, grouped, layer_plans
 from rewriter.common.errors import RewriterError
 from rewriter.common.svg import circle, number, path, rectangle, svg, text
 from rewriter.ir import Program
@@ -37,7 +37,7 @@ LEGEND = (
 def program_drawing(program: Program) -> str:
     """The drawing of a program's layers; empty where it has no residual stream, or its blocks cannot be told."""
     try:
-        layers = wired_layers(program)
+        layers = grouped(layer_plans(program))
     except (RewriterError, KeyError, IndexError):  # a program that is wrong is shown without
         return ""
     return layers_drawing(layers, "one device" if not program.mesh else _mesh(program)) if layers else ""
@@ -47,7 +47,7 @@ def _mesh(program: Program) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in program.mesh.items())
 
 
-def layers_drawing(layers: Sequence[WiredLayers], what: str) -> str:
+def layers_drawing(layers: Sequence[LayerGroup], what: str) -> str:
     """The drawing of some layers. `what` stands above it."""
     shown, left_out = list(layers[:_MOST]), layers[_MOST:]
     count = sum(len(group.blocks) for group in shown)
@@ -68,7 +68,7 @@ def _x(value: float) -> float:
     return _LEFT + value * _STEP
 
 
-def _group(group: WiredLayers, first: int) -> list[str]:
+def _group(group: LayerGroup, first: int) -> list[str]:
     """The blocks of one group of alike layers; its first block reads stream value number `first` of the drawing."""
     begin, end = _x(first), _x(first + len(group.blocks))
     words = group.label + (f"  ×{group.count}" if group.count > 1 else "")
@@ -79,15 +79,15 @@ def _group(group: WiredLayers, first: int) -> list[str]:
     return parts
 
 
-def _block(block: WiredBlock, value: int) -> list[str]:
+def _block(block: BlockPlan, value: int) -> list[str]:
     """A box above the stream, its reads from the left, its write to the right."""
     high, wide = _HIGH, _WIDE + 26 * (len(block.name) > 10)
     middle, next_value = _x(value + 0.5), _x(value + 1)
     left, right, bottom = middle - wide / 2, middle + wide / 2, _TOP + high
-    parts = [path(f"M{number(_x(value))} {number(_STREAM)}H{number(next_value)}", "ro" if block.own else "rs")]
+    parts = [path(f"M{number(_x(value))} {number(_STREAM)}H{number(next_value)}", "ro" if block.ranks_differ else "rs")]
     for late in block.late:
         x, to = _x(max(value - late, -0.2)), left + 9
-        style = "rl" if not late else "re ra" if block.own_partial else "re"
+        style = "rl" if not late else "re ra" if block.own_part else "re"
         title = f"{block.name} reads the stream {_late(late)}"
         curve = f"C{number(x)} {number(bottom + 14)} {number(to)} {number(_STREAM - 14)} {number(to)} {number(bottom)}"
         parts += [path(f"M{number(x)} {number(_STREAM)}{curve}", style, title)]
@@ -104,7 +104,7 @@ def _sum(x: float) -> list[str]:
     return [circle(x, _STREAM, 6, "rn"), path(cross, "rp")]
 
 
-def _reduction(block: WiredBlock, x: float, bottom: float) -> list[str]:
+def _reduction(block: BlockPlan, x: float, bottom: float) -> list[str]:
     """A diamond on the write; none on one device."""
     style = {"exposed": "rx", "hidden": "rh", "dropped": "rd"}.get(block.reduction)
     if style is None:
@@ -122,26 +122,26 @@ def _late(late: int) -> str:
     return "as it is" if not late else f"as it was {late} block{'s' * (late > 1)} before"
 
 
-def _words(block: WiredBlock) -> str:
+def _words(block: BlockPlan) -> str:
     reads = ", ".join(f"the stream {_late(late)}" for late in block.late) or "nothing of the stream"
-    own = ", with what this rank has added since" if block.own_partial else ""
-    return f"{block.name} ({block.kind}, {block.mode}): reads {reads}{own}"
+    own = ", with what this rank has added since" if block.own_part else ""
+    return f"{block.name} ({block.kind}, {block.mode.label}): reads {reads}{own}"
 
 
 def _short(name: str) -> str:
     return name if len(name) <= 15 else name[:14] + "…"
 
 
-def _legend(layers: Sequence[WiredLayers]) -> tuple[list[str], float]:
+def _legend(layers: Sequence[LayerGroup]) -> tuple[list[str], float]:
     """The signs that occur, and how wide they are together."""
     blocks = [b for group in layers for b in group.blocks]
     used = {
-        "re": any(max(b.late, default=0) and not b.own_partial for b in blocks),
-        "re ra": any(max(b.late, default=0) and b.own_partial for b in blocks),
+        "re": any(max(b.late, default=0) and not b.own_part for b in blocks),
+        "re ra": any(max(b.late, default=0) and b.own_part for b in blocks),
         "rx": any(b.reduction == "exposed" for b in blocks),
         "rh": any(b.reduction == "hidden" for b in blocks),
         "rd": any(b.reduction == "dropped" for b in blocks),
-        "ro": any(b.own for b in blocks),
+        "ro": any(b.ranks_differ for b in blocks),
     }
     parts: list[str] = []
     x, y = _LEFT, _STREAM + 40
@@ -154,6 +154,6 @@ def _legend(layers: Sequence[WiredLayers]) -> tuple[list[str], float]:
     return parts, x
 
 
-def _sentence(layers: Sequence[WiredLayers]) -> str:
+def _sentence(layers: Sequence[LayerGroup]) -> str:
     """The drawing in words."""
     return ". ".join(f"{group.label}: " + "; ".join(_words(b) for b in group.blocks) for group in layers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
@@ -84,6 +84,10 @@ class LayerGroup:
     plan: LayerPlan
 
     @property
+    def blocks(self) -> tuple[BlockPlan, ...]:
+        return self.plan.blocks
+
+    @property
     def count(self) -> int:
         return self.last - self.first + 1
 
@@ -91,6 +95,13 @@ class LayerGroup:
     def label(self) -> str:
         """ "layer 3", "layers 1–4"."""
         return f"layer {self.first}" if self.count == 1 else f"layers {self.first}–{self.last}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        own = ("name", "kind", "late", "own_part", "ranks_differ", "reduction", "meanwhile")
+        blocks = [{"mode": b.mode.label} | {name: getattr(b, name) for name in own} for b in self.blocks]
+        totals = {name: getattr(self.plan, name) for name in ("crosses", "collectives", "hidden", "bytes_per_token")}
+        return {"first": self.first, "last": self.last, "blocks": blocks} | totals
 
 
 def layer_plans(program: Program) -> tuple[LayerPlan, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rewriter.analysis.layer_wiring import WiredLayers, reads_in_words
+from rewriter.analysis.layer_plan import LayerGroup, relative
+from rewriter.analysis.plan_table import reads
 from rewriter.common.numbers import json_text
 
 Row = tuple[str, tuple[int, str] | None, tuple[int, str] | None]
@@ -43,14 +44,14 @@ class LayerDifference:
 
     first: int
     last: int
-    before: WiredLayers
-    after: WiredLayers
+    before: LayerGroup
+    after: LayerGroup
 
     @property
     def same(self) -> bool:
-        sides = (self.before, self.after)
-        wiring, other = ((s.blocks, s.collectives, s.hidden, s.bytes_per_token) for s in sides)
-        return wiring == other
+        """True where both read and communicate the same; where an add runs, in a layer or the next, may differ."""
+        then, now = (replace(relative(side.plan), crosses=()) for side in (self.before, self.after))
+        return then == now
 
     @property
     def name(self) -> str:
@@ -132,17 +133,19 @@ class Differences:
         data: dict[str, Any] = {"same": self.same} | asdict(self)
         del data["drawings"]
         for layer, entry in zip(self.layers, data["layers"], strict=True):
-            entry["same"] = layer.same
+            entry |= {"before": layer.before.to_dict(), "after": layer.after.to_dict(), "same": layer.same}
         return json_text(data, indent=2)
 
     def _repr_html_(self) -> str:
         return "".join(f"<div>{drawing}</div>" for drawing in self.drawings)
 
 
-def wired_cells(layers: WiredLayers) -> tuple[str, str, str]:
+def wired_cells(layers: LayerGroup) -> tuple[str, str, str]:
     """Cells of a table of layers: reads, collectives, bytes per token."""
-    hidden = f", {layers.hidden} hidden" if layers.hidden else ""
-    return reads_in_words(layers.blocks), f"{layers.collectives}{hidden}", f"{layers.bytes_per_token:,}"
+    plan = layers.plan
+    hidden = f", {plan.hidden} hidden" if plan.hidden else ""
+    by_block = ", ".join(f"{block.name}: {reads(block)}" for block in layers.blocks)
+    return by_block, f"{plan.collectives}{hidden}", f"{plan.bytes_per_token:,}"
 
 
 def norm_text(value: float | None) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
-from rewriter.analysis.layer_wiring import WiredLayers, each_layer
+from rewriter.analysis.layer_plan import LayerGroup, layer_plans, relative
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.explain.diff.differences import LayerDifference, PassDifference
@@ -107,16 +107,11 @@ def _values(reads: Sequence[int]) -> str:
 
 def layers_between(before: Program, after: Program) -> list[LayerDifference]:
     """Every layer of both; neighbours that are equal on both sides are one entry."""
-    layers: list[LayerDifference] = []
-    for then, now in zip(each_layer(before), each_layer(after), strict=False):
-        last = layers[-1] if layers else None
-        if last is not None and (_key(last.before), _key(last.after)) == (_key(then), _key(now)):
-            until = [replace(side, last=then.first) for side in (last.before, last.after)]
-            layers[-1] = LayerDifference(last.first, then.first, *until)
-        else:
-            layers.append(LayerDifference(then.first, then.first, then, now))
+    layers = []
+    pairs = zip(layer_plans(before), layer_plans(after), strict=False)
+    for _, run in groupby(pairs, key=lambda pair: [relative(plan) for plan in pair]):
+        (then, now), *others = run
+        last = then.layer + len(others)
+        sides = (LayerGroup(then.layer, last, plan) for plan in (then, now))
+        layers.append(LayerDifference(then.layer, last, *sides))
     return layers
-
-
-def _key(layers: WiredLayers) -> str:
-    return json.dumps({k: v for k, v in layers.to_dict().items() if k not in ("first", "last")})
