@@ -39,11 +39,11 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import Processes
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import wire_bytes
 
 DOMINANCE = 8.0
 RATES = ("slow", "even", "none")

@@ -31,7 +31,7 @@ from local_ranks import largest
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.runtime import sequence_mesh
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_axis import register

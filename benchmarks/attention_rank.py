@@ -26,13 +26,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ir.ops import MaskSpec, SequencePlan
+from rewriter.ir.token_layout import take_tokens
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_axis import register
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.collectives.exchange import Transfer, all_to_all_start
-from rewriter.sequence.token_layout import take_tokens
 
 DIRECTIONS = ("sent", "received")
 RESULTS = ("o", "dq", "dk", "dv")

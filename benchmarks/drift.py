@@ -26,18 +26,18 @@ from typing import Any
 
 import torch
 
-from rewriter.analysis.communication import collectives
 from rewriter.api import rewrite
 from rewriter.ir import Program
+from rewriter.ir.communication import collectives
+from rewriter.ir.simulate import load_weights, simulate
 from rewriter.kernels import parse_format
+from rewriter.measure.drift import CALIBRATION, DriftSums, calibration_tokens, load_tokenizer, other_weights
+from rewriter.measure.sensitivity import sensitivity
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import library
 from rewriter.tracing import trace
-from rewriter.verify.drift import CALIBRATION, DriftSums, calibration_tokens, load_tokenizer, other_weights
-from rewriter.verify.sensitivity import sensitivity
-from rewriter.verify.simulate import load_weights, simulate
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "tiny-llama"

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from rewriter.ir.simulate import load_weights, simulate
+from rewriter.measure.drift import calibration_tokens, windows
+from rewriter.measure.sensitivity import sensitivity
 from rewriter.tracing import trace
-from rewriter.verify.drift import calibration_tokens, windows
-from rewriter.verify.sensitivity import sensitivity
-from rewriter.verify.simulate import load_weights, simulate
 
 LIMIT = 45.0
 

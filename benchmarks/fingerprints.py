@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
-from rewriter.coverage.configs import registered_types, small_config
+from rewriter.check.coverage.configs import registered_types, small_config
 from rewriter.emit.huggingface.source_check import TABLE, fingerprint, table
 from rewriter.tracing.meta_model import find_layers
 

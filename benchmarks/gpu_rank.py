@@ -14,13 +14,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ir.ops import MaskSpec, SequencePlan
+from rewriter.ir.token_layout import join_tokens, take_tokens
 from rewriter.runtime import sequence_mesh
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_axis import register
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.collectives import exchange
-from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
 def plans(ranks: int) -> list[SequencePlan]:

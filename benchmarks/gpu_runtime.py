@@ -18,7 +18,7 @@ from gpu_report import Row, Scale, Table, short
 from gpu_tiles import CAUSAL, Case, everything, factors, inputs, library, reference
 from torch import Tensor
 
-from rewriter.ops import SequenceKind, SequencePlan
+from rewriter.ir.ops import SequenceKind, SequencePlan
 from rewriter.runtime import generate
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_axis import register

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from gpu_report import Row, Scale, Table, short
 from torch import Tensor
 
+from rewriter.ir.ops import MaskSpec
+from rewriter.ir.token_layout import TokenRun
 from rewriter.kernels import accumulation_dtype
-from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.partial_merge import Merger
 from rewriter.runtime.attention.tiles import Gradients, Visibility, tile_backward, tile_forward
-from rewriter.sequence.token_layout import TokenRun
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
 # of the errors of the library's attention in the same dtype: the greatest varies more than the typical

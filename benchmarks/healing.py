@@ -42,8 +42,8 @@ from rewriter.adapt.log import read_metrics
 from rewriter.adapt.models import Batch, HuggingFaceModel
 from rewriter.adapt.teacher import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
+from rewriter.measure.drift import CALIBRATION
 from rewriter.recipes import Recipe
-from rewriter.verify.drift import CALIBRATION
 
 WAYS: dict[str, list[str]] = {
     "defaults": [],

@@ -39,7 +39,7 @@ import rewriter as rw
 from rewriter.common.errors import RewriterError
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
-from rewriter.verify.simulate import Simulator
+from rewriter.ir.simulate import Simulator
 
 GOALS = {"prefill": 0.80, "decode": 0.60}
 TOLERANCE = 1e-4  # of logits, relative to the largest

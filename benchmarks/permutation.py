@@ -17,14 +17,14 @@ from pathlib import Path
 
 import torch
 
-from rewriter.analysis.permutable_units import permutable_units
 from rewriter.ir import Program
+from rewriter.ir.simulate import load_weights, simulate
+from rewriter.measure.affinity import affinity, measurable, reordered
+from rewriter.measure.drift import DriftSums, calibration_tokens, load_tokenizer
 from rewriter.passes.permute import DIGITS, order_of
+from rewriter.passes.placement.permutable_units import permutable_units
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
-from rewriter.verify.affinity import affinity, measurable, reordered
-from rewriter.verify.drift import DriftSums, calibration_tokens, load_tokenizer
-from rewriter.verify.simulate import load_weights, simulate
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
 RECIPES = ("desync-2x", "desync-2x-sum", "desync-4x", "desync-4x-sum", "ladder-own-partial")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.common.cache_names import cache_argument
-from rewriter.verify.drift import CALIBRATION, WINDOW, DriftSums
+from rewriter.measure.drift import CALIBRATION, WINDOW, DriftSums
 
 Block = Callable[[Tensor], Tensor]
 OWN: Mapping[str, Callable[[Tensor, Block, int], Tensor]] = {

@@ -35,6 +35,8 @@ from rewriter.cli.search import parse_share
 from rewriter.common.errors import RewriterError
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.ir import Program
+from rewriter.ir.simulate import load_weights, simulate
+from rewriter.measure.drift import other_weights
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
@@ -47,8 +49,6 @@ from rewriter.search.result import SearchResult, rise_of
 from rewriter.search.run import Asked, opened
 from rewriter.search.run import search as run
 from rewriter.show.search_tables import named, share
-from rewriter.verify.drift import other_weights
-from rewriter.verify.simulate import load_weights, simulate
 
 RANDOM = 200
 MINUTES = 30.0

@@ -19,9 +19,9 @@ from rewriter.common.version import VERSION as __version__
 if TYPE_CHECKING:
     from rewriter.api import load, rewrite, save
     from rewriter.ir import Program
+    from rewriter.ir.simulate import simulate
     from rewriter.recipes import Recipe
     from rewriter.tracing import trace
-    from rewriter.verify.simulate import simulate
 
 __all__ = [
     "Program",
@@ -42,7 +42,7 @@ _HOME = {
     "load": "rewriter.api",
     "rewrite": "rewriter.api",
     "save": "rewriter.api",
-    "simulate": "rewriter.verify.simulate",
+    "simulate": "rewriter.ir.simulate",
     "trace": "rewriter.tracing",
 }
 

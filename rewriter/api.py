@@ -103,7 +103,7 @@ def adapt(
 
 def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
     """Check a written output again: hashes, golden logits, real ranks. Raises VerificationError where it differs."""
-    from rewriter.verify.saved_output import verify
+    from rewriter.check.saved_output import verify
 
     return verify(directory, progress=progress)
 
@@ -338,8 +338,8 @@ def load(directory: str | os.PathLike[str], *, check: bool = False, **options: A
     VerificationError for a generated file that was changed.
     """
     root = Path(directory)
+    from rewriter.check.saved_output import check_files, check_headers, check_read_by_transformers
     from rewriter.output.manifest import read_manifest
-    from rewriter.verify.saved_output import check_files, check_headers, check_read_by_transformers
 
     manifest = read_manifest(root)
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -399,15 +399,15 @@ def generate(
     template, for a prompt that gives no tokens, tokens beyond the vocabulary or more than the model's table of
     positions has room for, and when a rank fails.
     """
+    from rewriter.check.saved_output import check_files, config_of
     from rewriter.common.text_settings import check_positions, check_tokens, context_length, vocabulary_size
     from rewriter.convert.rewritten_source import complete_config
     from rewriter.emit.end_tokens import GENERATION, end_tokens, not_applied
+    from rewriter.measure.prompts import prompt_ids, special_tokens, tokenizer_of
     from rewriter.output.manifest import read_manifest
     from rewriter.output.names import mesh_name, ranks_of
     from rewriter.runtime.generation.text_stream import TextStream
     from rewriter.runtime.generation.worker import launch
-    from rewriter.verify.prompts import prompt_ids, special_tokens, tokenizer_of
-    from rewriter.verify.saved_output import check_files, config_of
 
     root = Path(directory)
     manifest = read_manifest(root)

@@ -21,12 +21,12 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ir.ops import MaskSpec, SequencePlan
+from rewriter.ir.token_layout import join_tokens, take_tokens
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_axis import register
 from rewriter.runtime.attention.sequence_op import sequence_attention
-from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
 DIVIDES, PADDED = 288, 281  # tokens: a multiple of every plan's below, and a prime

@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.residual import residual_blocks
-from rewriter.ir import Body, Module, Program
+from rewriter.ir import Body, Module, Program, ops
 from rewriter.ir.marks import marks, set_marks
+from rewriter.ir.residual import residual_blocks
 from rewriter.weights.expressions import Tensor
 from rewriter.weights.header import read_header
 

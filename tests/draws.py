@@ -11,9 +11,9 @@ import torch
 import zoo
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from rewriter.check.per_rank_reference import LayerMode
 from rewriter.ir import Program
 from rewriter.passes import available
-from rewriter.verify.per_rank_reference import LayerMode
 
 # Norms over all heads reduce inside of attention, which therefore cannot read a rank's own residual.
 SUMS_INSIDE = {"olmo2"}

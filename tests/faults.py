@@ -7,10 +7,9 @@ from dataclasses import fields, replace
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.residual import residual_blocks, stream_values
-from rewriter.ir import Body, Module, Program
+from rewriter.ir import Body, Module, Program, ops
 from rewriter.ir.marks import Marks, in_stream, marks, set_marks, stream_index
+from rewriter.ir.residual import residual_blocks, stream_values
 
 
 def _reroute(program: Program, block_index: int, read: int) -> Program:

@@ -25,17 +25,17 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 import rewriter as rw
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.eager_blocks import ladder_reference
+from rewriter.check.random_model import EAGER, build_model, random_ids
+from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError
-from rewriter.coverage.configs import small_config
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program
+from rewriter.ir.simulate import RankValues, Simulator, load_weights, simulate
 from rewriter.passes.base import single_device
 from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.tracing.parameters import checkpoint_expressions
-from rewriter.verify.eager_blocks import ladder_reference
-from rewriter.verify.random_model import EAGER, build_model, random_ids
-from rewriter.verify.simulate import RankValues, Simulator, load_weights, simulate
-from rewriter.verify.stream_hooks import decoder_layers
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Tensor
 from rewriter.weights.references import RankWeights

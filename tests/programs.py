@@ -11,9 +11,9 @@ import zoo
 
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
+from rewriter.ir.simulate import Simulator
 from rewriter.passes import available
 from rewriter.tracing import trace
-from rewriter.verify.simulate import Simulator
 
 Step = tuple[str, dict[str, Any]]
 """A pass and its options."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rewriter.check.random_model import randomize
 from rewriter.ir import Program
 from rewriter.tracing import trace
-from rewriter.verify.random_model import randomize
 
 
 class Models:

@@ -41,7 +41,7 @@ _context.set_forkserver_preload(
         "rewriter.recipes.apply",
         "rewriter.tracing",
         "rewriter.training",
-        "rewriter.verify.simulate",
+        "rewriter.ir.simulate",
         "torch.distributed.fsdp",
         "transformers.models.auto.modeling_auto",
         "transformers.models.llama.modeling_llama",

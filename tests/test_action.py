@@ -32,7 +32,7 @@ echo '{"report": true}'
 
 # The ladder on all layers, said to be on the upper half.
 FAULT = """
-from rewriter.analysis.residual import residual_blocks, stream_values
+from rewriter.ir.residual import residual_blocks, stream_values
 from rewriter.passes.ladder import Ladder
 right = Ladder.apply
 def late(self, program):  # the last block reads the whole stream

@@ -35,8 +35,8 @@ from rewriter.adapt.token_rows import load_rows
 from rewriter.adapt.unshard import write_model
 from rewriter.convert.rewritten_source import Opened, write_source
 from rewriter.emit.card import model_card
+from rewriter.measure.drift import load_tokenizer
 from rewriter.output.manifest import read_manifest
-from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint
 
 _context = multiprocessing.get_context("forkserver")  # which has imported what `ranks` names

@@ -29,8 +29,8 @@ from rewriter.adapt.teacher import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.common.text_settings import stream_width
 from rewriter.convert.rewritten_source import open_output
+from rewriter.measure.drift import load_tokenizer
 from rewriter.output.manifest import read_manifest
-from rewriter.verify.drift import load_tokenizer
 
 CPU = torch.device("cpu")
 CHATML = (

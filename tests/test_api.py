@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM
 
 import rewriter as rw
 from rewriter import api
+from rewriter.check import saved_output, shrunken_check, subprocess_logits
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import conversion as convert_module
 from rewriter.convert.report import ConversionReport
 from rewriter.emit.card import model_card
 from rewriter.emit.files import output_files
 from rewriter.output.manifest import GOLDEN, read_manifest
-from rewriter.verify import saved_output, shrunken_check, subprocess_logits
 from rewriter.weights.expressions import Reference
 
 UPPER = {2, 3}

@@ -12,6 +12,8 @@ import pytest
 import zoo
 
 from rewriter import api
+from rewriter.check import asked_passes as asked_passes_module
+from rewriter.check.asked_passes import asked_passes
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.ir import PassRecord, Program
 from rewriter.ir.marks import mark
@@ -19,8 +21,6 @@ from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.recipes import Recipe, catalogue
 from rewriter.recipes.apply import apply_recipe
-from rewriter.verify import asked_passes as asked_passes_module
-from rewriter.verify.asked_passes import asked_passes
 
 Apply = Callable[[Any, Program], Program]
 right = Ladder.apply

@@ -20,16 +20,16 @@ from ranks import run_ranks
 from subprocesses import ROOT, load_module
 from torch import Tensor
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import wire_bytes
-from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ir.ops import MaskSpec, SequencePlan
+from rewriter.ir.token_layout import runs
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import wire_bytes
 from rewriter.runtime import mark, record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d_overlap, exchanges
 from rewriter.runtime.attention import ring as ring_module
 from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.tiles import Visibility
-from rewriter.sequence.token_layout import runs
 
 ALGORITHMS = (ring_module, attention2d_overlap)
 PLANS = {

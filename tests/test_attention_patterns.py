@@ -16,18 +16,17 @@ from programs import tensor_parallel
 from torch import fx, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from rewriter import ops
-from rewriter.analysis.absolute_positions import counts_tokens
 from rewriter.common.errors import RewriterError
 from rewriter.emit.module import emit_runtime_module
-from rewriter.ir import Body, walk_modules
-from rewriter.ops import MaskSpec
+from rewriter.ir import Body, ops, walk_modules
+from rewriter.ir.absolute_positions import counts_tokens
+from rewriter.ir.ops import MaskSpec
+from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace
 from rewriter.tracing.export import BodyTracer, Example
 from rewriter.tracing.interception import Recorded
 from rewriter.tracing.masks import Static, StaticGraph, find_mask_spec, seen_by
 from rewriter.tracing.meta_model import TRACE_DTYPE
-from rewriter.verify.simulate import simulate
 
 pytestmark = pytest.mark.tracer
 

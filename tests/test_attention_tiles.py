@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.ops import MaskSpec
+from rewriter.ir.token_layout import LAYOUTS, TokenRun, padded
 from rewriter.kernels import accumulation_dtype, merge
-from rewriter.ops import MaskSpec
 from rewriter.runtime.attention import local, tiles
 from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn
 from rewriter.runtime.attention.tiles import Gradients, Visibility, tile_backward, tile_forward
-from rewriter.sequence.token_layout import LAYOUTS, TokenRun, padded
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
 STEPS = [(1, 1), (2, 2), (4, 2), (2, 3), (3, 2), (6, 4)]

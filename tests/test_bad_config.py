@@ -19,10 +19,10 @@ from subprocesses import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewriter as rw
+from rewriter.check.coverage.configs import registered_types, small_config
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import environment
-from rewriter.coverage.configs import registered_types, small_config
 from rewriter.tracing.meta_model import _parameters_on_meta, build_on_meta, build_skeleton, check_numbers, check_sizes
 
 

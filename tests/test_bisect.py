@@ -14,14 +14,13 @@ import pytest
 import torch
 import zoo
 
-from rewriter import ops
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.explain.bisect.finding import Bisection
 from rewriter.explain.bisect.passes import bisect_passes, bisect_recipe, real_material
 from rewriter.explain.bisect.values import difference, reordered
-from rewriter.ir import Program
+from rewriter.ir import Program, ops
 from rewriter.passes import available
 from rewriter.recipes.apply import load_recipe
 from rewriter.tracing import trace

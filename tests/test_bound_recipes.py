@@ -12,14 +12,14 @@ import zoo
 from safetensors.torch import load_file
 
 from rewriter import api
+from rewriter.check.comparison import relative_error
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.output.manifest import GOLDEN, read_manifest
 from rewriter.passes import desync as desync_module
 from rewriter.passes import drop_sync as drop_sync_module
-from rewriter.verify.comparison import relative_error
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 
 BOUND = ("desync-2x", "desync-4x", "desync-2x-sum", "desync-4x-sum", "ladder-own-partial", "ladder-then-desync")
 
@@ -128,7 +128,7 @@ def test_a_measurement_that_says_otherwise_is_followed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is dropped is what the measurement says, whatever it says: no layer is hard-wired."""
-    monkeypatch.setattr("rewriter.verify.sensitivity.sensitivity", lambda *_, **__: (0.1, 0.4, None, 0.2))
+    monkeypatch.setattr("rewriter.measure.sensitivity.sensitivity", lambda *_, **__: (0.1, 0.4, None, 0.2))
     report = api.convert(source, "drop-sync", out=tmp_path / "out", tp=2, dry_run=True)
     [entry] = [p for p in report.passes if p["name"] == drop_sync_module.DropSync.name]
     assert entry["summary"].endswith("in 1 of 4 layers: 0")

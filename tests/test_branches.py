@@ -17,9 +17,8 @@ from ranks import run_ranks
 from test_emitted_runtime import PAD, build
 from torch import fx
 
-from rewriter import ops
 from rewriter.emit.module import emit_runtime_module
-from rewriter.ir import Program, reachable
+from rewriter.ir import Program, ops, reachable
 from rewriter.ir.marks import marks
 from rewriter.runtime import streams as module
 from rewriter.tracing import trace

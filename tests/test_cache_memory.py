@@ -12,8 +12,8 @@ import torch
 import zoo
 
 from rewriter.adapt.self_written import STREAMS, parts_at_once
-from rewriter.analysis.rank_memory import cache_elements
 from rewriter.common.cache_names import cache_of
+from rewriter.passes.placement.rank_memory import cache_elements
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 

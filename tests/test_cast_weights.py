@@ -17,18 +17,18 @@ from transformers import AutoModelForCausalLM
 
 import rewriter as rw
 from rewriter.adapt import output
+from rewriter.check import real_weights
+from rewriter.check.comparison import Verification
+from rewriter.check.coverage.configs import registered_types, small_config
+from rewriter.check.random_model import build_model
+from rewriter.check.real_ranks import compare_ranks, streamed_model
+from rewriter.check.real_weights import RealWeights
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.coverage.configs import registered_types, small_config
 from rewriter.emit.files import output_files, weights
 from rewriter.ir import Program
 from rewriter.tracing import trace
 from rewriter.tracing.meta_model import build_skeleton
-from rewriter.verify import real_weights
-from rewriter.verify.comparison import Verification
-from rewriter.verify.plain_model import loaded_dtypes, plain_model
-from rewriter.verify.random_model import build_model
-from rewriter.verify.real_ranks import compare_ranks, streamed_model
-from rewriter.verify.real_weights import RealWeights
+from rewriter.weights.plain_model import loaded_dtypes, plain_model
 
 # What transformers has in fp32 in a model of 16 bits: a bias of the routing, named by the class; norms, in fp16 only; a
 # router and a bias that their classes make in fp32.

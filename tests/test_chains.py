@@ -7,9 +7,9 @@ import operator
 import torch
 from torch import fx
 
-from rewriter.analysis.projections import chains
 from rewriter.ir import Body, Leaf
 from rewriter.ir.marks import mark
+from rewriter.passes.placement.projections import chains
 
 
 def linear(inputs: int, outputs: int) -> Leaf:

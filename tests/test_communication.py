@@ -14,12 +14,12 @@ from programs import runtime_case, shards, traced, weights
 from ranks import run_ranks
 from test_emitted_runtime import build, import_source, load, prefill_and_step
 
-from rewriter.analysis.communication import by_place, collectives, summary
-from rewriter.analysis.distributed_attention import wire_bytes
-from rewriter.analysis.sequence_layout import attention_shapes, sequence_plan
 from rewriter.emit.module import emit_runtime_module
 from rewriter.explain.inspection import inspect
 from rewriter.ir import Program
+from rewriter.ir.communication import by_place, collectives, summary
+from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.sequence_layout import attention_shapes, sequence_plan
 from rewriter.recipes.apply import apply_recipe, load_recipe
 from rewriter.recipes.catalogue import library
 

@@ -10,18 +10,18 @@ import coverage_faults
 import pytest
 import torch
 
+from rewriter.check.coverage import check as check_module
+from rewriter.check.coverage import coverage_table, pool
+from rewriter.check.coverage.check import check, check_with_variants
+from rewriter.check.coverage.configs import oddities, registered_types, small_config
+from rewriter.check.coverage.coverage_row import CHECKS, Coverage
+from rewriter.check.coverage.variants import candidates, changes_forward
+from rewriter.check.random_model import build_model
 from rewriter.cli import main
-from rewriter.coverage import check as check_module
-from rewriter.coverage import coverage_table, pool
-from rewriter.coverage.check import check, check_with_variants
-from rewriter.coverage.configs import oddities, registered_types, small_config
-from rewriter.coverage.coverage_row import CHECKS, Coverage
-from rewriter.coverage.variants import candidates, changes_forward
 from rewriter.ir import Body, Program
 from rewriter.tracing import per_head, trace
 from rewriter.tracing.meta_model import build_skeleton
 from rewriter.tracing.shrink import depth, text_config
-from rewriter.verify.random_model import build_model
 
 pytestmark = pytest.mark.tracer
 
@@ -182,7 +182,7 @@ def rows() -> list[Coverage]:
 
 def test_json_has_the_promised_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(pool, "run", lambda *args, **kwargs: iter(rows()))
-    monkeypatch.setattr("rewriter.coverage.configs.require_registered", lambda types: ["refused", "good"])
+    monkeypatch.setattr("rewriter.check.coverage.configs.require_registered", lambda types: ["refused", "good"])
     assert main(["coverage", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert {"type", *CHECKS, "reason"} <= set(first)

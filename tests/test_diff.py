@@ -15,12 +15,12 @@ import zoo
 from safetensors.torch import load_file, save_file
 
 from rewriter import api
-from rewriter.analysis.layer_drawing import program_drawing
-from rewriter.analysis.layer_plan import grouped, layer_plans
 from rewriter.cli import main
 from rewriter.convert.reopened import find_source, recorded_path
 from rewriter.convert.report import ConversionReport
 from rewriter.explain.diff.tensors import tensors_between
+from rewriter.ir.layer_drawing import program_drawing
+from rewriter.ir.layer_plan import grouped, layer_plans
 from rewriter.output.manifest import read_manifest
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import rewriter
-from rewriter.analysis import distributed_attention
-from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
+from rewriter.ir.attention_mask import visible_pairs
+from rewriter.ir.ops import MaskSpec, SequenceKind, SequencePlan
+from rewriter.ir.sequence_plan import KINDS
+from rewriter.ir.token_layout import indices, join_tokens, padded, take_tokens
+from rewriter.passes.sequence import distributed_attention
 from rewriter.runtime.attention import sequence_axis
 from rewriter.runtime.attention.attention_call import RankAttention
-from rewriter.sequence.mask import visible_pairs
-from rewriter.sequence.sequence_plan import KINDS
-from rewriter.sequence.token_layout import indices, join_tokens, padded, take_tokens
 
 PACKAGE = Path(rewriter.__file__).parent
 

@@ -12,10 +12,15 @@ import torch
 import zoo
 
 import rewriter as rw
+from rewriter.check.shrunken_check import check_shrunken
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import pass_measurements as calibrate_module
 from rewriter.explain.inspection import inspect
 from rewriter.ir import Program
+from rewriter.ir.simulate import Simulator
+from rewriter.measure import drift as drift_module
+from rewriter.measure.drift import calibration_tokens, drift
+from rewriter.measure.sensitivity import sensitivity
 from rewriter.passes.base import record
 from rewriter.passes.desync import desynchronise
 from rewriter.passes.drop_sync import DropSync, attention_reductions
@@ -23,11 +28,6 @@ from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
-from rewriter.verify import drift as drift_module
-from rewriter.verify.drift import calibration_tokens, drift
-from rewriter.verify.sensitivity import sensitivity
-from rewriter.verify.shrunken_check import check_shrunken
-from rewriter.verify.simulate import Simulator
 
 OPTIONAL = rw.Recipe.load("drop-sync").with_overrides({"drop_sync.optional": "true"})
 COSTS = (0.9, 0.1, 0.1, None, 0.3, 0.2)
@@ -178,7 +178,7 @@ def test_a_recipe_without_sensitivity_is_measured(program: Program) -> None:
 
 
 def test_what_is_given_is_not_measured(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewriter.verify.sensitivity.sensitivity", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("rewriter.measure.sensitivity.sensitivity", lambda *_, **__: pytest.fail("measured"))
     given = rw.rewrite(program, "drop-sync", tp=2, set={"drop_sync.sensitivity": [4, 1, 2, 3]})
     assert "layers: 1, 2" in given.history[2].summary
     rw.rewrite(program, "drop-sync", tp=2, set={"drop_sync.layers": "first:1"})
@@ -240,7 +240,7 @@ def test_a_seeded_fault_fails_the_shrunken_check(fault: str, monkeypatch: pytest
     def faulty(program: Program) -> Program:
         return program
 
-    monkeypatch.setattr("rewriter.verify.shrunken_check.single_device", faulty)
+    monkeypatch.setattr("rewriter.check.shrunken_check.single_device", faulty)
     monkeypatch.setattr(DropSync, "shrunken", lambda self, kept, count, plan=None: [self])
     passes = [TensorParallel(), Faulty(layers=[1], fault=fault)]
     if not fault:
@@ -252,7 +252,7 @@ def test_a_seeded_fault_fails_the_shrunken_check(fault: str, monkeypatch: pytest
 
 def test_gradients_reach_every_rank_after_a_drop(program: Program) -> None:
     """The simulation is one autograd graph: no parameter of a dropped layer is cut off."""
-    from rewriter.verify.simulate import load_weights, simulate
+    from rewriter.ir.simulate import load_weights, simulate
 
     weights = {n: t.requires_grad_() for n, t in load_weights(program, torch.float32).items()}
     simulate(DropSync(layers="all").apply(split(program)), zoo.batch(), weights=weights).square().mean().backward()

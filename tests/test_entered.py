@@ -13,12 +13,12 @@ from programs import PASSES, tensor_parallel
 from random_models import Models
 from transformers import AutoModelForCausalLM
 
-from rewriter.analysis.residual import residual_blocks
+from rewriter.check.eager_blocks import ladder_reference
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
-from rewriter.verify.eager_blocks import ladder_reference
-from rewriter.verify.simulate import simulate
+from rewriter.ir.residual import residual_blocks
+from rewriter.ir.simulate import simulate
 
 _BERT: dict[str, Any] = {
     "vocab_size": 256,

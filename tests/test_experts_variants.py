@@ -20,15 +20,14 @@ from test_emitted_runtime import compare_gradients, on_rank
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.ir import Body, Program
+from rewriter.ir import Body, Program, ops
+from rewriter.ir.simulate import simulate
 from rewriter.passes import available
 from rewriter.runtime.experts import experts
 from rewriter.tracing import trace
 from rewriter.tracing.traced_experts import gate_of, is_experts
-from rewriter.verify.simulate import simulate
 
 pytestmark = pytest.mark.tracer
 

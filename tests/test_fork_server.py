@@ -65,7 +65,7 @@ def test_torch_is_there_already_and_rewriter_s_operators_are_not(tmp_path: Path)
     """In a client that has no other fork server, as this one may."""
     (tmp_path / "script.py").write_text(
         "import sys\n"
-        "print('torch' in sys.modules, 'transformers' in sys.modules, 'rewriter.ops' in sys.modules)\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules, 'rewriter.ir.ops' in sys.modules)\n"
         "import torch\n"
         "print(hasattr(torch.ops.rewriter, 'attention'))\n"
     )

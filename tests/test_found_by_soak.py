@@ -17,12 +17,12 @@ from ranks import run_ranks
 from test_emitted_runtime import compare_gradients, on_rank
 from transformers import AutoConfig, PreTrainedConfig
 
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
 from rewriter.passes import available
 from rewriter.passes.base import Pass
 from rewriter.tracing import trace
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 256, "pad_token_id": 0}
 NORMED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}  # of a Gemma 2, with norms after reductions

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
+from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace
-from rewriter.verify.simulate import simulate
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from programs import PASSES, tensor_parallel, traced, weights
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Program
+from rewriter.ir.simulate import load_weights, simulate, whole_parameter
 from rewriter.tracing import trace
-from rewriter.verify.simulate import load_weights, simulate, whole_parameter
 
 
 def sharded(name: str, tp: int, *passes: tuple[str, dict[str, Any]]) -> Program:

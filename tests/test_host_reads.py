@@ -14,11 +14,11 @@ from ranks import run_ranks
 from test_emitted_runtime import build as emitted_model
 from test_runtime_parallel import PROMPTS, build
 
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
+from rewriter.ir.token_layout import join_tokens, take_tokens
 from rewriter.runtime import SequenceCache, SlotSpec, generate
 from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import NEVER
-from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
 @pytest.mark.parametrize(

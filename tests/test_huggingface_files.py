@@ -25,8 +25,9 @@ import transformers
 import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.random_model import build_model
 from rewriter.common.errors import RewriterError
-from rewriter.coverage.configs import small_config
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.huggingface.layers import PrintedLayer
 from rewriter.emit.huggingface.source_check import table
@@ -36,7 +37,6 @@ from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
-from rewriter.verify.random_model import build_model
 
 # What a reader of the generated Llama file sees of a ladder layer.
 LADDER_FORWARD = '''

@@ -15,8 +15,8 @@ from subprocesses import ROOT
 from transformers import AutoModelForCausalLM
 
 from rewriter import trace
+from rewriter.check.coverage.configs import registered_types
 from rewriter.common.errors import RewriterError
-from rewriter.coverage.configs import registered_types
 from rewriter.emit.files.weights import cast_dtypes
 from rewriter.tracing import parameters as reading
 from rewriter.weights import Checkpoint

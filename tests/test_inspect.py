@@ -15,11 +15,11 @@ import zoo
 from rich.console import Console
 from transformers import LlamaConfig
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.common.errors import RewriterError
 from rewriter.explain.inspection import inspect
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import wire_bytes
 from rewriter.recipes.apply import load_recipe
 
 

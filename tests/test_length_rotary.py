@@ -18,10 +18,10 @@ from rewriter import api
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program
+from rewriter.ir.simulate import load_weights, simulate
 from rewriter.passes.ladder import Ladder
 from rewriter.runtime.generation.generate import generate
 from rewriter.tracing import trace
-from rewriter.verify.simulate import load_weights, simulate
 
 PRETRAINED = 16  # tokens: the short factors are for as many
 _SIZES = {

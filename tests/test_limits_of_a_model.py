@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import rewriter as rw
 from rewriter.adapt.self_written import self_written
-from rewriter.analysis.absolute_positions import position_table
 from rewriter.api import convert
 from rewriter.common.errors import RewriterError
+from rewriter.ir.absolute_positions import position_table
+from rewriter.measure.drift import calibration_tokens
 from rewriter.runtime.generation.generate import generate
 from rewriter.runtime.loading.load import load
 from rewriter.search.texts import text_for
-from rewriter.verify.drift import calibration_tokens
 
 FEW = 100  # tokens, of the 259 that the tokenizer has
 BEYOND = f"beyond the model's vocabulary of {FEW}"

@@ -10,12 +10,11 @@ from oracles import relative_error
 from programs import PASSES, tensor_parallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter import ops
-from rewriter.analysis.residual import is_add, residual_blocks
-from rewriter.ir import Program
+from rewriter.ir import Program, ops
 from rewriter.ir.marks import mark, marks
+from rewriter.ir.residual import is_add, residual_blocks
+from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace
-from rewriter.verify.simulate import simulate
 
 
 @functools.cache

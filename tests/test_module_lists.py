@@ -16,11 +16,11 @@ from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
 from rewriter.emit.module.classes import ClassTable
 from rewriter.ir import Body, Leaf, Program
+from rewriter.ir.simulate import simulate
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.runtime import RuntimeModel
 from rewriter.tracing import trace
-from rewriter.verify.simulate import simulate
 
 NORMS = {
     "without bias": lambda size, eps: nn.LayerNorm(size, eps=eps, bias=False),

@@ -18,7 +18,7 @@ from rewriter.common.text_settings import context_length, declared_dtype, stream
 from rewriter.convert.rewritten_source import complete_config
 from rewriter.emit.end_tokens import end_tokens, not_applied
 from rewriter.output.manifest import read_manifest
-from rewriter.verify.plain_model import plain_model
+from rewriter.weights.plain_model import plain_model
 
 GEMMA = AutoConfig.for_model(
     "gemma3",

@@ -14,10 +14,10 @@ from refusals import Capture, refused, written
 from safetensors.torch import load_file, save_file
 
 from rewriter.api import convert
+from rewriter.check.comparison import Verification
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.numbers import json_text
-from rewriter.verify.comparison import Verification
-from rewriter.verify.drift import DriftSums
+from rewriter.measure.drift import DriftSums
 from rewriter.weights import Checkpoint, finite
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.finite import check_finite, first_broken

@@ -14,18 +14,18 @@ from random_models import Models
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.analysis.residual import residual_blocks
+from rewriter.check.eager_blocks import ladder_reference
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Opaque, Program
+from rewriter.ir.residual import residual_blocks
+from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace_skeleton
 from rewriter.tracing.export import Example
 from rewriter.tracing.interception import Recorded
 from rewriter.tracing.meta_model import build_skeleton
 from rewriter.tracing.opaque import opaque_child
-from rewriter.verify.eager_blocks import ladder_reference
-from rewriter.verify.simulate import simulate
 
 pytestmark = pytest.mark.tracer
 

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from rewriter import api
 from rewriter.common import packages
 from rewriter.common.errors import RewriterError
+from rewriter.measure.drift import calibration_tokens
 from rewriter.runtime import load
 from rewriter.serving.command import serve_command
 from rewriter.tracing import trace
-from rewriter.verify.drift import calibration_tokens
 
 # --- adapters
 

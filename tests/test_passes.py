@@ -14,13 +14,13 @@ from oracles import ladder_logits, ladder_oracle, relative_error
 from programs import PASSES, program, tensor_parallel, traced, weights
 
 import rewriter
-from rewriter import ops
-from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
+from rewriter.ir import ops
 from rewriter.ir.marks import marks
+from rewriter.ir.residual import residual_blocks
+from rewriter.ir.simulate import simulate
 from rewriter.passes.base import single_device
 from rewriter.tracing import trace
-from rewriter.verify.simulate import simulate
 
 
 def logits(some_program, name, ids=None):

@@ -20,11 +20,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from rewriter import api, ops
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.common.cache_names import cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_as_wired, emit_huggingface
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
+from rewriter.ir.simulate import load_weights, simulate
 from rewriter.output.manifest import read_manifest
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
@@ -32,8 +34,6 @@ from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.runtime import load as load_rank
 from rewriter.tracing import trace
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
-from rewriter.verify.simulate import load_weights, simulate
 
 TOLERANCE = 1e-5
 # llama has 8 query heads on 2 key/value heads: at P = 4, ranks hold copies of them. gpt2 and gpt_neox fuse q, k and v.

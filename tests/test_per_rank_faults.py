@@ -14,10 +14,10 @@ from oracles import relative_error
 from programs import tensor_parallel, traced, weights
 from test_per_rank_oracle import LADDER, OWN, PARALLEL, desync
 
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
-from rewriter.verify.simulate import simulate
+from rewriter.ir.simulate import simulate
 
 FAMILY = "llama_mha_bias"
 RANKS = 2

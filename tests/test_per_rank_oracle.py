@@ -16,8 +16,8 @@ import zoo
 from oracles import ladder_logits, relative_error
 from torch.nn.functional import gelu, layer_norm, linear, silu, softmax
 
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.common.errors import RewriterError
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 
 CLOSE = 1e-5
 DIFFERENT = 1e-2

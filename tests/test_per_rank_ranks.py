@@ -16,7 +16,7 @@ from ranks import run_ranks
 from test_emitted_runtime import on_rank
 
 from rewriter.ir import Program
-from rewriter.verify.simulate import simulate, whole_parameter
+from rewriter.ir.simulate import simulate, whole_parameter
 
 TOLERANCE = 1e-4
 

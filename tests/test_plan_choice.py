@@ -9,13 +9,13 @@ import math
 import pytest
 from test_sequence_plans import WIDE, drawn, uniform
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import wire_bytes
-from rewriter.analysis.sequence_costs import memory
-from rewriter.analysis.sequence_plans import Setting, choose, cost, plans
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import load_fabric
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.sequence_costs import memory
+from rewriter.passes.sequence.sequence_plans import Setting, choose, cost, plans
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
 

@@ -23,13 +23,12 @@ from test_per_rank_ranks import check
 from torch import fx
 from torch.nn.functional import gelu, linear
 
-from rewriter import ops
-from rewriter.analysis.communication import by_layer, collectives
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program
+from rewriter.ir import Program, ops
+from rewriter.ir.communication import by_layer, collectives
 from rewriter.ir.marks import marks
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
-from rewriter.verify.simulate import simulate
+from rewriter.ir.simulate import simulate
 
 CLOSE, DIFFERENT = 1e-5, 1e-2
 KEPT = {  # of the reductions of two layers, which are kept

@@ -273,7 +273,7 @@ def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_that_share_tokens_are_of_several_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from rewriter.ops import SequencePlan
+    from rewriter.ir.ops import SequencePlan
     from rewriter.predict import measurement
 
     program: Any = SimpleNamespace(mesh={"sp": 4, "tp": 2})

@@ -12,9 +12,9 @@ from test_predict import by_name, small_config
 from transformers import AutoModelForCausalLM
 
 from rewriter import api
-from rewriter.analysis.distributed_attention import messages, slowest
-from rewriter.analysis.sequence_layout import attention_shapes, sequence_plan
 from rewriter.ir import Program
+from rewriter.passes.sequence.distributed_attention import messages, slowest
+from rewriter.passes.sequence.sequence_layout import attention_shapes, sequence_plan
 from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.forward import Runner
@@ -82,7 +82,7 @@ def test_flops_and_weights_are_those_of_the_formula(seventy: Program) -> None:
 
 
 def test_windows_bound_what_decoding_reads_but_not_what_a_masked_kernel_computes() -> None:
-    from rewriter.ops import MaskSpec
+    from rewriter.ir.ops import MaskSpec
 
     def items(mask: MaskSpec, given: ForwardPass) -> list[Kernel]:
         q, k = torch.empty(2, 8, given.tokens, 64, device="meta"), torch.empty(2, 4, given.tokens, 64, device="meta")

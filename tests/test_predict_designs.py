@@ -16,9 +16,10 @@ from subprocesses import ROOT, load_module
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rewriter import api
+from rewriter.check.shrunken_check import check_shrunken
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.ops import MaskSpec
+from rewriter.ir.ops import MaskSpec
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.forward import Runner
@@ -27,7 +28,6 @@ from rewriter.predict.kernel_cost import Kernel
 from rewriter.predict.uncertainty import COVERED, SERVER
 from rewriter.predict.workload import ForwardPass
 from rewriter.tracing import trace
-from rewriter.verify.shrunken_check import check_shrunken
 
 WIDTH, VOCABULARY = 4096, 128256
 HEADS, KV_HEADS, SIZE = 8, 2, 64

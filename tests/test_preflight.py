@@ -12,7 +12,7 @@ import zoo
 
 from rewriter import api
 from rewriter.common.errors import RewriterError
-from rewriter.verify import drift
+from rewriter.measure import drift
 from rewriter.weights import space
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.header import read_header

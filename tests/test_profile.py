@@ -14,8 +14,7 @@ from programs import program, runtime_case, weights
 from ranks import run_ranks
 from test_emitted_runtime import build
 
-from rewriter import ops
-from rewriter.ir import Program
+from rewriter.ir import Program, ops
 from rewriter.ir.marks import in_stream, mark, marks
 
 FAMILY = "llama"

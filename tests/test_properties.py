@@ -14,11 +14,11 @@ import zoo
 from oracles import greedy_oracle, relative_error
 from transformers import AutoConfig
 
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.emit.huggingface import emit_huggingface
+from rewriter.ir.simulate import simulate
 from rewriter.recipes.apply import lint
 from rewriter.tracing import trace
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
-from rewriter.verify.simulate import simulate
 
 SAME = 1e-5
 DIFFERENT = 1e-2

@@ -21,20 +21,19 @@ from programs import MERGE, OVERLAP, Step, applied, runtime_case, shards, tensor
 from ranks import run_ranks
 from test_emitted_runtime import build, import_source, load, prefill_and_step
 
-from rewriter import ops
-from rewriter.analysis.communication import collectives, quantized, sent_bytes
+from rewriter.check.comparison import Verification
+from rewriter.check.per_rank_reference import Group, LayerMode, PerRankReference
 from rewriter.common.errors import RewriterError
 from rewriter.emit.module import emit_runtime_module
-from rewriter.ir import Program
+from rewriter.ir import Program, ops
+from rewriter.ir.communication import collectives, quantized, sent_bytes
 from rewriter.ir.marks import marks
+from rewriter.ir.simulate import simulate
 from rewriter.kernels import dequantize, parse_format, quantize, slice_length
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
-from rewriter.verify.comparison import Verification
-from rewriter.verify.per_rank_reference import Group, LayerMode, PerRankReference
-from rewriter.verify.simulate import simulate
 
 EXITS = ("o_proj", "down_proj", "c_proj")
 # Quantized sums absorb what norms and rotary tables, which compute in fp32, make of another order of additions.

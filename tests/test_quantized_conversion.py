@@ -9,14 +9,14 @@ import torch
 import zoo
 from safetensors.torch import load_file
 
+from rewriter.check.comparison import Verification
+from rewriter.check.saved_output import verify
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert.conversion import convert
 from rewriter.explain.inspection import inspect
 from rewriter.output.manifest import GOLDEN, read_manifest
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import check_bound
-from rewriter.verify.comparison import Verification
-from rewriter.verify.saved_output import verify
 
 RANKS = 2
 

@@ -24,10 +24,8 @@ from attention_cases import (
 from attention_cases import reference as exact_reference
 from torch import Tensor
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import wire_bytes
-from rewriter.analysis.sequence_costs import memory
 from rewriter.common.errors import RewriterError
+from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.kernels import (
     dequantize,
     dequantize_rows,
@@ -38,7 +36,9 @@ from rewriter.kernels import (
     quantize_vectors,
     vector_bytes,
 )
-from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.sequence_costs import memory
 from rewriter.runtime.attention import ring as ring_module
 from rewriter.runtime.attention.attention_call import QuantizedKV
 from rewriter.runtime.attention.mesh import AttentionMesh

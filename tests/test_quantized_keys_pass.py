@@ -20,15 +20,15 @@ from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 from rewriter import api
-from rewriter.analysis.sequence_layout import bytes_per_token, sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.explain.sequence_table import sequence
 from rewriter.ir import Program
+from rewriter.ir.simulate import simulate
 from rewriter.kernels import dequantize, quantize
 from rewriter.passes import available
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact, is_quantized
-from rewriter.verify.simulate import simulate
+from rewriter.passes.sequence.sequence_layout import bytes_per_token, sequence_plan
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-llama"
 SAME = 1e-10  # of logits in fp64, relative to the largest

@@ -24,12 +24,11 @@ from rewriter.convert.conversion import convert
 from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.ir import Program
+from rewriter.ir.simulate import load_weights, simulate
 from rewriter.kernels import stored_weights
 from rewriter.passes.permute import Permute
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
-from rewriter.verify.plain_model import PlainTensors, plain_model
-from rewriter.verify.simulate import load_weights, simulate
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import (
     Concat,
@@ -41,6 +40,7 @@ from rewriter.weights.expressions import (
     Transpose,
     is_dequantized,
 )
+from rewriter.weights.plain_model import PlainTensors, plain_model
 from rewriter.weights.references import RankWeights
 
 FAST = ("fp8-blocks", "mxfp4", "awq", "gptq-act-order")

@@ -27,7 +27,7 @@ EXPORTS = {"rewriter", "rewriter.runtime"}
 # Not followed: the table of all passes. Recipes and pages name those in use.
 TABLES = {"rewriter.passes"}
 # Started as a file, where the package cannot be imported.
-SCRIPTS = {"load_huggingface.py": ["rewriter.verify.load_huggingface"]}
+SCRIPTS = {"load_huggingface.py": ["rewriter.check.load_huggingface"]}
 
 modules = cache(test_layering.modules)
 

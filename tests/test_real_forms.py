@@ -21,14 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewriter as rw
 from rewriter import RewriterError, api
+from rewriter.check.comparison import Verification
+from rewriter.check.real_ranks import compare_ranks
+from rewriter.check.saved_output import verify
 from rewriter.convert.conversion import convert
 from rewriter.convert.reshard import reshard
 from rewriter.runtime.context import Context
 from rewriter.runtime.loading.load import load
 from rewriter.tracing import trace
-from rewriter.verify.comparison import Verification
-from rewriter.verify.real_ranks import compare_ranks
-from rewriter.verify.saved_output import verify
 
 # FP8 in blocks, scales in fp32 and bf16, with bf16 beside it; MXFP4 with bf16, AWQ and GPTQ with fp16; fp32 beside FP8
 FORMS = {

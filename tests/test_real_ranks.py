@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rewriter as rw
+from rewriter.check import real_ranks
+from rewriter.check.comparison import Verification
+from rewriter.check.real_ranks import compare_ranks, streamed_model
+from rewriter.check.reference_modes import original_logits
 from rewriter.common.errors import VerificationError
 from rewriter.ir import Program
-from rewriter.verify import real_ranks
-from rewriter.verify.comparison import Verification
-from rewriter.verify.real_ranks import compare_ranks, streamed_model
-from rewriter.verify.reference_modes import original_logits
 from rewriter.weights import streaming
 from rewriter.weights.streaming import stream_parameters
 

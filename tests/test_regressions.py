@@ -12,18 +12,18 @@ from programs import applied
 from torch import fx, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.analysis.placement_rules import reduce_over_ranks
-from rewriter.analysis.units import Units
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body
-from rewriter.ops import MaskSpec
+from rewriter.ir.ops import MaskSpec
+from rewriter.ir.simulate import simulate
+from rewriter.passes.placement.placement_rules import reduce_over_ranks
+from rewriter.passes.placement.units import Units
 from rewriter.tracing import trace
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.export import BodyTracer, Example
 from rewriter.tracing.interception import Recorded, lifted_interfaces
 from rewriter.tracing.masks import Static, find_mask_spec, seen_by
 from rewriter.tracing.meta_model import TRACE_DTYPE, build_skeleton, fingerprint
-from rewriter.verify.simulate import simulate
 
 pytestmark = pytest.mark.tracer
 

@@ -8,14 +8,14 @@ import zoo
 from programs import PASSES, tensor_parallel, traced, weights
 from transformers import AutoConfig
 
-from rewriter import ops
-from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
+from rewriter.ir import ops
 from rewriter.ir.marks import marks
+from rewriter.ir.residual import residual_blocks
+from rewriter.ir.simulate import simulate
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.recipes.apply import lint
 from rewriter.tracing import trace
-from rewriter.verify.simulate import simulate
 
 
 def sharded(name="llama", tp=2):

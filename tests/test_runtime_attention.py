@@ -118,7 +118,7 @@ def test_a_bias_is_added_and_refused_with_a_cache():
 
 
 def test_gradients_equal_the_specification():
-    from rewriter.ops import attention as specification
+    from rewriter.ir.ops import attention as specification
 
     for mask in MASKS:
         for extra in EXTRAS.values():

@@ -11,10 +11,10 @@ import zoo
 from oracles import relative_error
 from programs import PASSES, tensor_parallel, traced, weights
 
-from rewriter.analysis.residual import annotate, residual_blocks
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.ir.marks import Marks, mark, marks, set_marks
-from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
-from rewriter.verify.simulate import simulate
+from rewriter.ir.residual import annotate, residual_blocks
+from rewriter.ir.simulate import simulate
 
 SCALE, RANKS = 0.5, 2
 

@@ -6,11 +6,10 @@ import pytest
 from programs import PASSES, tensor_parallel, traced
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import starts_sum
-from rewriter.analysis.schedule import earlier_readers, with_readers_first
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program
+from rewriter.ir import Program, ops
+from rewriter.ir.op_semantics import starts_sum
+from rewriter.ir.schedule import earlier_readers, with_readers_first
 
 
 def own_partial(layers: object = "all") -> Program:

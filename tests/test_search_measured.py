@@ -11,6 +11,7 @@ import torch
 
 from rewriter.api import convert, load
 from rewriter.ir import Program
+from rewriter.ir.simulate import load_weights, simulate
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.recipes.apply import apply_recipe
@@ -19,7 +20,6 @@ from rewriter.search.computed import Change, Computed
 from rewriter.search.measurements import Measurements, Store, StreamedWeights
 from rewriter.search.texts import Text, text_for
 from rewriter.tracing import trace
-from rewriter.verify.simulate import load_weights, simulate
 
 RANKS = 3
 IDS = torch.randint(131, (2, 24), generator=torch.Generator().manual_seed(1))

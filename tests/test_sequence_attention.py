@@ -30,10 +30,10 @@ from attention_cases import attention2d as grid
 from ranks import run_ranks
 from torch._dynamo.utils import counters
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import impossible
 from rewriter.common.errors import RewriterError
-from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ir.ops import MaskSpec, SequencePlan
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import impossible
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention import tiles
 from rewriter.runtime.attention.mesh import AttentionMesh

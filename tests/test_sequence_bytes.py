@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from attention_cases import RANKS, chosen
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import wire_bytes
-from rewriter.analysis.sequence_costs import memory
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.sequence_costs import memory
 
 
 @pytest.mark.parametrize("ranks", RANKS)

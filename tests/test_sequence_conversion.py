@@ -17,17 +17,17 @@ from ranks import RankError, run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rewriter import api
+from rewriter.check import shrunken_check, subprocess_logits
+from rewriter.check.comparison import Verification
+from rewriter.check.shrunken_check import check_shrunken, compare_emitted
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 from rewriter.output.manifest import read_manifest
 from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.sequence_parallel import SequenceParallel
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing.shrink import shrink
-from rewriter.verify import shrunken_check, subprocess_logits
-from rewriter.verify.comparison import Verification
-from rewriter.verify.shrunken_check import check_shrunken, compare_emitted
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-llama"
 GRID = {"sequence_parallel.grid": "[1, 2, 2]", "sequence_parallel.overlap": "false"}

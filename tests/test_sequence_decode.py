@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 
 from rewriter import RewriterError
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 from rewriter.runtime import Context, MaskSpec, SequenceAxis, SequenceCache, SlotSpec, StaticCache, attention
 from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import NEVER

@@ -9,8 +9,8 @@ import pytest
 import torch
 from attention_cases import CAUSAL, FULL, PADDED, Case, Outcome, attention2d, run_cases
 
+from rewriter.ir import token_layout
 from rewriter.runtime.attention import attention2d_gathered, exchanges, partial_merge, tiles
-from rewriter.sequence import token_layout
 
 
 def merge_in_bf16():

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from test_emitted_runtime import import_source
 
 from rewriter.emit.module import emit_runtime_module
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 

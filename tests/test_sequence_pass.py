@@ -12,16 +12,15 @@ from oracles import ladder_logits, relative_error
 from programs import traced, weights
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.check.coverage.configs import small_config
 from rewriter.common.errors import RewriterError
-from rewriter.coverage.configs import small_config
-from rewriter.ir import Program
+from rewriter.ir import Program, ops
+from rewriter.ir.simulate import simulate
 from rewriter.passes.base import single_device
+from rewriter.passes.sequence.sequence_layout import sequence_plan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
-from rewriter.verify.simulate import simulate
 
 TENSORS = {"pass": "tensor_parallel"}
 OVERLAP = {"pass": "overlap"}

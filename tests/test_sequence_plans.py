@@ -10,14 +10,14 @@ import random
 
 import pytest
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import ALGORITHMS, impossible, messages, moves, wire_bytes
-from rewriter.analysis.sequence_bound import lower_bound
-from rewriter.analysis.sequence_costs import memory
-from rewriter.analysis.sequence_plans import Setting, cost, plans
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Device, Fabric, Link
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import ALGORITHMS, impossible, messages, moves, wire_bytes
+from rewriter.passes.sequence.sequence_bound import lower_bound
+from rewriter.passes.sequence.sequence_costs import memory
+from rewriter.passes.sequence.sequence_plans import Setting, cost, plans
 
 
 def grids(ranks: int) -> list[tuple[int, int, int]]:

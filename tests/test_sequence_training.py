@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ranks import refusal, run_ranks
 from zero_stage_model import gradient_of
 
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 
 LADDER_FROM = runtime_qwen.LADDER_FROM
 LENGTH, STEPS, RATE = 37, 20, 0.02

@@ -20,7 +20,7 @@ from test_sequence_training import batch, pair_model, refusal
 from torch.utils.checkpoint import checkpoint
 
 from rewriter.emit.module import emit_runtime_module
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.runtime import Context, StaticCache, generate, sequence_mesh

@@ -9,6 +9,9 @@ import pytest
 import zoo
 from transformers import AutoConfig
 
+from rewriter.check.random_model import amplification, random_model
+from rewriter.check.reference_modes import layer_modes
+from rewriter.check.shrunken_check import STEADY, check_shrunken
 from rewriter.common.errors import VerificationError
 from rewriter.ir import Program
 from rewriter.passes import desync as desync_module
@@ -21,9 +24,6 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 from rewriter.tracing.shrink import representatives, shrink
-from rewriter.verify.random_model import amplification, random_model
-from rewriter.verify.reference_modes import layer_modes
-from rewriter.verify.shrunken_check import STEADY, check_shrunken
 
 # The choices on the copy
 

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rewriter import api
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Program, walk_modules
+from rewriter.ir.simulate import simulate
 from rewriter.passes import available
 from rewriter.runtime import Context, load
 from rewriter.tracing import trace
-from rewriter.verify.simulate import simulate
 
 pytestmark = pytest.mark.tracer
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import rewriter as rw
-from rewriter.coverage.configs import small_config
+from rewriter.check.coverage.configs import small_config
 from rewriter.emit.files.weights import cast_dtypes
 from rewriter.ir import Program
 from rewriter.runtime import Context, load

@@ -10,10 +10,9 @@ import torch
 from programs import traced
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.token_locality import check_tokens
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Opaque, copy_graph
+from rewriter.ir import Body, Opaque, copy_graph, ops
+from rewriter.passes.sequence.token_locality import check_tokens
 
 aten = torch.ops.aten
 MLP = "model.layers.2.mlp"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rewriter import api
-from rewriter.verify.drift import load_tokenizer
-from rewriter.verify.prompts import tokenizer_of
+from rewriter.measure.drift import load_tokenizer
+from rewriter.measure.prompts import tokenizer_of
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
 TEXT = "def read_lines(path):\n    return [line.strip() for line in open(path)]"

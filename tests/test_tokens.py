@@ -10,11 +10,11 @@ from programs import PASSES
 from torch import fx
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rewriter.check.eager_blocks import ladder_reference
 from rewriter.ir import Leaf
+from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace
 from rewriter.tracing.stream_wiring import keep_tokens
-from rewriter.verify.eager_blocks import ladder_reference
-from rewriter.verify.simulate import simulate
 
 pytestmark = pytest.mark.tracer
 

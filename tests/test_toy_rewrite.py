@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rewriter import api
+from rewriter.check.comparison import relative_error
+from rewriter.check.shrunken_check import check_shrunken
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode, mark
@@ -25,8 +27,6 @@ from rewriter.passes.base import Effect, Pass, record
 from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.selection import Selection, resolve
 from rewriter.recipes import Recipe
-from rewriter.verify.comparison import relative_error
-from rewriter.verify.shrunken_check import check_shrunken
 
 HALF = Mode("half", "adds half of what it computes", prefix="Half")
 

@@ -18,15 +18,15 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
-from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Opaque, walk_modules
-from rewriter.ops import MaskSpec, attention
+from rewriter.ir.ops import MaskSpec, attention
+from rewriter.ir.residual import residual_blocks
+from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace, trace_skeleton
 from rewriter.tracing.interception import LIFTED, lifted_attention, lifted_interfaces
 from rewriter.tracing.masks import find_mask_spec
 from rewriter.tracing.meta_model import build_skeleton
-from rewriter.verify.simulate import simulate
 from rewriter.weights import Checkpoint
 
 pytestmark = pytest.mark.tracer

@@ -13,25 +13,25 @@ import torch
 import zoo
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from rewriter.analysis.residual import residual_blocks, stream_values
+from rewriter.check import shrunken_check as shrunken_check_module
+from rewriter.check.comparison import Verification, compare, relative_error
+from rewriter.check.eager_blocks import find_structure, ladder_reference
+from rewriter.check.random_model import random_ids, random_model
+from rewriter.check.shrunken_check import check_shrunken
+from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.shrink_sizes import WINDOW
 from rewriter.ir import Program
+from rewriter.ir.residual import residual_blocks, stream_values
+from rewriter.ir.simulate import load_weights
+from rewriter.measure import drift as drift_module
+from rewriter.measure.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
 from rewriter.passes.base import record
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.selection import resolve
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 from rewriter.tracing.shrink import representatives, shrink
-from rewriter.verify import drift as drift_module
-from rewriter.verify import shrunken_check as shrunken_check_module
-from rewriter.verify.comparison import Verification, compare, relative_error
-from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
-from rewriter.verify.eager_blocks import find_structure, ladder_reference
-from rewriter.verify.random_model import random_ids, random_model
-from rewriter.verify.shrunken_check import check_shrunken
-from rewriter.verify.simulate import load_weights
-from rewriter.verify.stream_hooks import decoder_layers
 
 # Comparing
 

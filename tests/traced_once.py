@@ -24,7 +24,7 @@ def everything_that_counts(skeleton: Any) -> Hashable:
     """The config, and the code of the model and of the tracer: tests replace some of it."""
     modules = list(skeleton.model.modules())
     models = (kind for module in modules for kind in type(module).__mro__[:-1])
-    tracer = [m for name, m in list(sys.modules.items()) if name.startswith(("rewriter.tracing", "rewriter.analysis"))]
+    tracer = [m for name, m in list(sys.modules.items()) if name.startswith(("rewriter.tracing", "rewriter.ir"))]
     return (
         skeleton.model.config.to_json_string(use_diff=False),
         tuple(type(module) for module in modules),

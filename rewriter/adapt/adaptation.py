@@ -22,6 +22,7 @@ from rewriter.adapt.ranks import join
 from rewriter.adapt.run import Run
 from rewriter.adapt.schedule import DEFAULTS, WIDTH, plan
 from rewriter.adapt.teacher import original_directory, trunk_of
+from rewriter.check.saved_output import check_files, check_weights
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import json_text
 from rewriter.common.packages import require
@@ -32,10 +33,9 @@ from rewriter.convert.preflight import check_free
 from rewriter.convert.rewritten_source import Opened, open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.files.output_directory import sha256_of
+from rewriter.measure.drift import load_tokenizer
 from rewriter.output.manifest import AdaptationEntry
 from rewriter.runtime.loading.load import rank_device
-from rewriter.verify.drift import load_tokenizer
-from rewriter.verify.saved_output import check_files, check_weights
 from rewriter.weights import Checkpoint
 
 

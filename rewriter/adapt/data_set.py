@@ -21,7 +21,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.scratch import scratch_folder
 from rewriter.common.text_settings import context_length, vocabulary_size
 from rewriter.convert.rewritten_source import Opened, complete_config, write_source
-from rewriter.verify.drift import load_tokenizer
+from rewriter.measure.drift import load_tokenizer
 
 PREFIX = "self:"
 HELD_OUT = 0.02  # of the rows, where no evaluation data are given

@@ -19,8 +19,8 @@ from rewriter.common.files import read_json
 from rewriter.common.text_settings import text_settings
 from rewriter.convert.rewritten_source import Opened, source_config
 from rewriter.tracing.meta_model import build_on_meta, find_layers, load_config
-from rewriter.verify.plain_model import PlainTensors, plain_model
 from rewriter.weights.finite import require_finite
+from rewriter.weights.plain_model import PlainTensors, plain_model
 
 
 def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False) -> nn.Module:

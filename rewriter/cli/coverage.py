@@ -14,7 +14,7 @@ from rewriter.common.numbers import json_text
 from rewriter.common.scratch import scratch_folder
 
 if TYPE_CHECKING:
-    from rewriter.coverage.coverage_row import Coverage
+    from rewriter.check.coverage.coverage_row import Coverage
 
 
 def coverage(
@@ -57,14 +57,14 @@ def coverage(
     if json:
         typer.echo(json_text([row.to_dict() for row in rows], indent=2))
     elif markdown is not None:
-        from rewriter.coverage import coverage_table
+        from rewriter.check.coverage import coverage_table
 
         for name, text in coverage_table.pages(rows, [_read(path) for path in compare or ()]).items():
             (markdown / name).write_text(text, encoding="utf-8")
     else:
         from rich.console import Console
 
-        from rewriter.coverage import coverage_table
+        from rewriter.check.coverage import coverage_table
 
         Console(highlight=False).print(coverage_table.table(rows))
     if wrong := [row.type for row in rows if row.wrong]:
@@ -79,9 +79,9 @@ def _run(types: list[str], jobs: int, limit: float, variants: bool) -> list[Cove
         # For the processes that check; torch and transformers read these when they are imported. Code of emitted
         # checkpoints is imported from here, not from the user's cache, and `jobs` says how many cores to use.
         os.environ |= {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        from rewriter.coverage.check import check, check_with_variants
-        from rewriter.coverage.configs import require_registered
-        from rewriter.coverage.pool import run
+        from rewriter.check.coverage.check import check, check_with_variants
+        from rewriter.check.coverage.configs import require_registered
+        from rewriter.check.coverage.pool import run
 
         chosen = require_registered(types)
         rows = []
@@ -94,7 +94,7 @@ def _run(types: list[str], jobs: int, limit: float, variants: bool) -> list[Cove
 def _read(path: Path) -> list[Coverage]:
     from json import loads
 
-    from rewriter.coverage.coverage_row import Coverage
+    from rewriter.check.coverage.coverage_row import Coverage
 
     try:
         return [Coverage.from_dict(row) for row in loads(path.read_text(encoding="utf-8"))]

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rewriter.check.comparison import Verification
+from rewriter.check.real_ranks import compare_ranks
+from rewriter.check.real_weights import RealWeights
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.common.tokenizer_code import own_code
@@ -26,15 +29,12 @@ from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
+from rewriter.measure.drift import golden_tokens, load_tokenizer, too_large
 from rewriter.output.manifest import GOLDEN, AdaptationEntry, Drift, Golden, Manifest, SourceEntry, read_manifest
 from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.recipes.apply import apply_recipe, check_bound, load_recipe
-from rewriter.verify.comparison import Verification
-from rewriter.verify.drift import golden_tokens, load_tokenizer, too_large
-from rewriter.verify.real_ranks import compare_ranks
-from rewriter.verify.real_weights import RealWeights
 from rewriter.weights.early_copies import EarlyCopies, kept_copies
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rewriter.analysis.absolute_positions import position_table
+from rewriter.check.comparison import Verification
 from rewriter.convert.save_options import SaveOptions
 from rewriter.emit.files import output_files
 from rewriter.emit.manifest import mesh_of, versions
 from rewriter.ir import Program
+from rewriter.ir.absolute_positions import position_table
 from rewriter.output.manifest import (
     AdaptationEntry,
     Adapted,
@@ -25,7 +26,6 @@ from rewriter.output.manifest import (
     SourceEntry,
     Verified,
 )
-from rewriter.verify.comparison import Verification
 
 
 def manifest_of(
@@ -89,7 +89,7 @@ def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOpt
 
 
 def _quantized(program: Program) -> QuantizedEntry | None:
-    from rewriter.analysis.communication import collectives, quantized
+    from rewriter.ir.communication import collectives, quantized
 
     found = quantized(collectives(program))
     return None if found is None else QuantizedEntry(**asdict(found))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
+from rewriter.check.shrunken_check import MOST_RANKS
 from rewriter.common.errors import RewriterError
 from rewriter.convert.save_options import SaveOptions
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.emit.files.output_files import PlannedFiles
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
+from rewriter.measure import drift
 from rewriter.output.names import MANIFEST, ranks_of
 from rewriter.passes.base import single_device
-from rewriter.verify import drift
-from rewriter.verify.shrunken_check import MOST_RANKS
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.hashed_files import reflinks
 from rewriter.weights.streaming import KEPT

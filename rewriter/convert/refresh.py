@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rewriter.check.comparison import Verification
+from rewriter.check.real_ranks import compare_ranks
+from rewriter.check.saved_output import config_of, golden_figures
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.garbage import collector_paused
@@ -24,9 +27,6 @@ from rewriter.emit.manifest import versions
 from rewriter.ir import Program
 from rewriter.output.manifest import Manifest, read_manifest
 from rewriter.output.names import mesh_name
-from rewriter.verify.comparison import Verification
-from rewriter.verify.real_ranks import compare_ranks
-from rewriter.verify.saved_output import config_of, golden_figures
 from rewriter.weights import Checkpoint
 from rewriter.weights.header import encode_header, read_header
 from rewriter.weights.references import references_text

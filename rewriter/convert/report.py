@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from typing import Any
 
-from rewriter.analysis.layer_drawing import program_drawing
-from rewriter.analysis.sequence_layout import bytes_per_token
 from rewriter.common.numbers import json_text
 from rewriter.ir import Program
+from rewriter.ir.layer_drawing import program_drawing
 from rewriter.output.manifest import Verified
+from rewriter.passes.sequence.sequence_layout import bytes_per_token
 
 
 @dataclass
@@ -64,7 +64,7 @@ def communication(program: Program) -> dict[str, Any]:
     Where tokens are sharded also what attention sends, forward and backward: bytes of a rank for each token that it
     holds, in all layers together.
     """
-    from rewriter.analysis.communication import by_place, collectives, quantized, summary
+    from rewriter.ir.communication import by_place, collectives, quantized, summary
 
     found = collectives(program)
     if not found:

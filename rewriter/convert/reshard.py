@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+from rewriter.check.comparison import Verification
+from rewriter.check.real_ranks import compare_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.convert.output_manifest import verified
@@ -17,8 +19,6 @@ from rewriter.emit.files.output_files import runtime_module
 from rewriter.emit.files.weights import cast_dtypes, weight_references
 from rewriter.emit.manifest import mesh_of
 from rewriter.output.names import mesh_name
-from rewriter.verify.comparison import Verification
-from rewriter.verify.real_ranks import compare_ranks
 from rewriter.weights import Checkpoint
 from rewriter.weights.references import references_text
 

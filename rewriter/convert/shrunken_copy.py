@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.check.asked_passes import asked_passes
+from rewriter.check.comparison import Verification
 from rewriter.convert.output_manifest import manifest_of
 from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.ir import Program
-from rewriter.verify.asked_passes import asked_passes
-from rewriter.verify.comparison import Verification
+from rewriter.passes.sequence.sequence_layout import sequence_plan
 
 
 def check_shrunken_copy(program: Program, progress: Callable[..., None]) -> Verification:
     """Compare `program` and its files with their reference on a small copy. Raises VerificationError."""
+    from rewriter.check.shrunken_check import check_shrunken
     from rewriter.tracing.meta_model import load_config
-    from rewriter.verify.shrunken_check import check_shrunken
 
     assert program.source.path is not None
     config = load_config(program.source.path, program.source.remote_code)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import yaml
 
-from rewriter.analysis.distributed_attention import ALGORITHMS
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 from rewriter.output.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, damage, healing
 from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.selection import spans
+from rewriter.passes.sequence.distributed_attention import ALGORITHMS
 
 
 def model_card(manifest: Manifest, source: Path | None = None) -> str:

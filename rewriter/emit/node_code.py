@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import starts_sum
 from rewriter.common.errors import RewriterError
 from rewriter.emit.python_source import attribute, literal
-from rewriter.ir import args_of
+from rewriter.ir import args_of, ops
 from rewriter.ir.marks import marks
+from rewriter.ir.op_semantics import starts_sum
 
 aten = torch.ops.aten
 

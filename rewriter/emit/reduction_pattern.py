@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from rewriter.analysis.residual import by_layer, read_index, residual_blocks
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode
+from rewriter.ir.residual import by_layer, read_index, residual_blocks
 
 
 @dataclass(frozen=True)

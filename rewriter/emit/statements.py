@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import function_of, is_movement, kind_of
 from rewriter.emit.node_code import NodePrinter, is_infix
 from rewriter.emit.python_source import UniqueNames, attribute, free_name, identifier
-from rewriter.ir import Body, args_of
+from rewriter.ir import Body, args_of, ops
 from rewriter.ir.marks import marks
+from rewriter.ir.op_semantics import function_of, is_movement, kind_of
 
 aten = torch.ops.aten
 

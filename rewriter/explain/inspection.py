@@ -14,7 +14,14 @@ from typing import Any
 
 from rich.console import Group
 
-from rewriter.analysis.communication import (
+from rewriter.common.errors import RewriterError
+from rewriter.common.garbage import collector_paused
+from rewriter.common.numbers import json_text
+from rewriter.common.text_settings import declared_dtype
+from rewriter.explain.inspection_tables import tables
+from rewriter.explain.sequence_table import sequence, with_length
+from rewriter.ir import Program
+from rewriter.ir.communication import (
     Collective,
     by_layer,
     by_place,
@@ -23,16 +30,9 @@ from rewriter.analysis.communication import (
     quantized,
     summary,
 )
-from rewriter.analysis.rank_memory import memory
-from rewriter.analysis.residual import Block, annotate, computes, residual_blocks, stream_values
-from rewriter.common.errors import RewriterError
-from rewriter.common.garbage import collector_paused
-from rewriter.common.numbers import json_text
-from rewriter.common.text_settings import declared_dtype
-from rewriter.explain.inspection_tables import tables
-from rewriter.explain.sequence_table import sequence, with_length
-from rewriter.ir import Program
 from rewriter.ir.marks import marks
+from rewriter.ir.residual import Block, annotate, computes, residual_blocks, stream_values
+from rewriter.passes.placement.rank_memory import memory
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, load_recipe

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rewriter.analysis.attention_shape import AttentionShape
-from rewriter.analysis.distributed_attention import ALGORITHMS
-from rewriter.analysis.sequence_bound import lower_bound
-from rewriter.analysis.sequence_layout import attention_shapes, planning, sequence_plan
-from rewriter.analysis.sequence_plans import MARGIN, PlanCost, plans
 from rewriter.ir import Program
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
+from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import ALGORITHMS
+from rewriter.passes.sequence.sequence_bound import lower_bound
+from rewriter.passes.sequence.sequence_layout import attention_shapes, planning, sequence_plan
+from rewriter.passes.sequence.sequence_plans import MARGIN, PlanCost, plans
 from rewriter.recipes import Recipe
 
 _SHAPE = ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "causal", "window")
@@ -86,7 +86,7 @@ def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
 
 
 def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied: SequencePlan | None) -> list[str]:
-    from rewriter.sequence.sequence_plan import KINDS
+    from rewriter.ir.sequence_plan import KINDS
 
     notes = []
     windowed = [s for s in shapes if s.window is not None]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter import ops
+from rewriter.ir import ops
 from rewriter.ir.marks import in_stream, marks, running_layer
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
 from rewriter.ir.structure import Body, Module, Parameter, ProgramData, placeholders, walk_modules

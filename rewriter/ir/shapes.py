@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from rewriter import ops
+from rewriter.ir import ops
 from rewriter.ir.structure import Body, Leaf, Opaque, ProgramData, Shape, args_of, placeholders
 
 Value = Shape | tuple[Shape, ...] | None

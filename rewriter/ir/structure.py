@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter import ops
 from rewriter.common.errors import RewriterError
+from rewriter.ir import ops
 from rewriter.weights.expressions import Expression, Reference
 
 Shape = tuple[int | str, ...]

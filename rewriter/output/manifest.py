@@ -42,7 +42,7 @@ class SkippedPass(_Part):
 
 
 class SequenceEntry(_Part):
-    """How the tokens of a sequence are sharded over ranks: `rewriter.ops.SequencePlan`."""
+    """How the tokens of a sequence are sharded over ranks: `rewriter.ir.ops.SequencePlan`."""
 
     kind: str
     grid: tuple[int, int, int]
@@ -108,7 +108,7 @@ class PerRank(_Part):
 
 
 class QuantizedEntry(_Part):
-    """What travels quantized between ranks, and only there: `rewriter.analysis.communication.QuantizedTraffic`.
+    """What travels quantized between ranks, and only there: `rewriter.ir.communication.QuantizedTraffic`.
 
     Bytes are those of all `reductions` of a forward pass per token, with scales; `exact_bytes_per_token` unquantized.
     """

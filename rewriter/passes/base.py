@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import PassRecord, Program
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 from rewriter.passes.selection import resolve
 
 Effect = Literal["exact", "approximating", "timing only"]
@@ -23,7 +23,7 @@ Reducing = Mapping[int, Sequence[bool]]
 """By layer, for each of its blocks: whether it ends in a reduction."""
 
 LayerModes = Mapping[int, Mapping[str, Any]]
-"""By layer, the arguments of a `LayerMode` of `rewriter.verify.per_rank_reference`."""
+"""By layer, the arguments of a `LayerMode` of `rewriter.check.per_rank_reference`."""
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,14 @@ from typing import Any, ClassVar, Literal
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.communication import local_values
-from rewriter.analysis.op_semantics import aten
-from rewriter.analysis.residual import Block, blocks_of, computes
-from rewriter.analysis.units import AXIS, equal_runs
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Module, Parameter, Program
+from rewriter.ir import Module, Parameter, Program, ops
+from rewriter.ir.communication import local_values
 from rewriter.ir.marks import UNSCHEDULED, Marks, Mode, in_stream, mark, marks, new_call, set_marks
+from rewriter.ir.op_semantics import aten
+from rewriter.ir.residual import Block, blocks_of, computes
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
+from rewriter.passes.placement.units import AXIS, equal_runs
 from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
     check_ranks,

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rewriter.analysis.residual import Block, by_layer, residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
+from rewriter.ir.residual import Block, by_layer, residual_blocks
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Request, Scope, places_of, record
 from rewriter.passes.desync import desynchronise
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, ends_in_sum

@@ -10,9 +10,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Module, Parameter, Program, called_module
+from rewriter.ir import Body, Module, Parameter, Program, called_module, ops
 from rewriter.ir.marks import mark, marks, set_marks
 from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
 from rewriter.passes.fused_entries import Fused, below, concatenated, entries, fuse_entries, merge_bodies, why_apart

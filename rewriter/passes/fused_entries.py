@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.projections import is_entry, outputs_layout, resized
-from rewriter.ir import Body, Leaf, Module, Parameter, args_of, bypass, copy_graph, placeholders
+from rewriter.ir import Body, Leaf, Module, Parameter, args_of, bypass, copy_graph, ops, placeholders
 from rewriter.ir.marks import mark
+from rewriter.passes.placement.projections import is_entry, outputs_layout, resized
 from rewriter.weights.expressions import Concat
 
 aten = torch.ops.aten

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rewriter.analysis.residual import stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode, mark
+from rewriter.ir.residual import stream_values
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, record
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, settle_reads
 from rewriter.passes.selection import Selection, resolve

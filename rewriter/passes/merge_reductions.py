@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import function_of
-from rewriter.analysis.residual import is_add, is_inner, terms_of
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program, drop_dead_nodes
+from rewriter.ir import Program, drop_dead_nodes, ops
 from rewriter.ir.marks import in_stream, marks, new_call
+from rewriter.ir.op_semantics import function_of
+from rewriter.ir.residual import is_add, is_inner, terms_of
 from rewriter.passes.base import Effect, Pass, Scope, record
 
 

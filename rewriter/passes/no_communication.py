@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program, args_of, bypass, edit_bodies
+from rewriter.ir import Program, args_of, bypass, edit_bodies, ops
 from rewriter.ir.marks import in_stream, mark, marks
 from rewriter.passes.base import Effect, Pass, Scope, record
 

@@ -9,13 +9,12 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.communication import hidden_starts
-from rewriter.analysis.op_semantics import kind_of, starts_sum
-from rewriter.analysis.residual import computes
-from rewriter.analysis.schedule import rescheduled
-from rewriter.ir import Module, Program, copy_graph, put_after, reachable
+from rewriter.ir import Module, Program, copy_graph, ops, put_after, reachable
+from rewriter.ir.communication import hidden_starts
 from rewriter.ir.marks import in_stream, mark, marks, running_layer, stream_index
+from rewriter.ir.op_semantics import kind_of, starts_sum
+from rewriter.ir.residual import computes
+from rewriter.ir.schedule import rescheduled
 from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.residual_rewrite import is_reduced
 

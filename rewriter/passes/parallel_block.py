@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from rewriter.analysis.residual import Block, blocks_of, by_layer, computes, read_index
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, bypass
 from rewriter.ir.marks import Marks, Mode, in_stream, mark, marks, new_call, stream_index
+from rewriter.ir.residual import Block, blocks_of, by_layer, computes, read_index
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, record
 from rewriter.passes.residual_rewrite import chosen_blocks, replace_stream_value, settle_reads
 from rewriter.passes.selection import Selection, resolve

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rewriter.analysis.permutable_units import PermutableUnits, permutable_units
-from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Parameter, Program
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 from rewriter.passes.base import Effect, Pass, Request, record, with_paths
+from rewriter.passes.placement.permutable_units import PermutableUnits, permutable_units
+from rewriter.passes.placement.units import AXIS
 from rewriter.weights.expressions import Take
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"

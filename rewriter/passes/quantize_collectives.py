@@ -10,15 +10,14 @@ from typing import Any, ClassVar, Literal
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import starts_sum
-from rewriter.analysis.sequence_layout import AXIS, attention_shapes, sequence_plan
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program, args_of, reachable
+from rewriter.ir import Program, args_of, ops, reachable
 from rewriter.ir.marks import in_stream, marks
+from rewriter.ir.op_semantics import starts_sum
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
 from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.selection import Selection, resolve
+from rewriter.passes.sequence.sequence_layout import AXIS, attention_shapes, sequence_plan
 from rewriter.passes.sequence_parallel import replanned
 
 

@@ -14,14 +14,13 @@ from typing import Any
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import kind_of
-from rewriter.analysis.per_rank import localise, share_bias, without_idle_copies
-from rewriter.analysis.residual import Block, annotate, blocks_of, computes, is_scaling, read_index, stream_values
-from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Module, Opaque, Program, args_of, bypass, drop_dead_nodes, put_after, reachable
+from rewriter.ir import Module, Opaque, Program, args_of, bypass, drop_dead_nodes, ops, put_after, reachable
 from rewriter.ir.marks import STANDARD, Marks, Mode, in_stream, mark, marks, new_call, set_marks, stream_index
+from rewriter.ir.op_semantics import kind_of
+from rewriter.ir.residual import Block, annotate, blocks_of, computes, is_scaling, read_index, stream_values
+from rewriter.passes.placement.per_rank import localise, share_bias, without_idle_copies
+from rewriter.passes.placement.units import AXIS
 from rewriter.passes.selection import Selection, resolve
 
 

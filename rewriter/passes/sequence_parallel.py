@@ -9,13 +9,12 @@ from typing import Any, ClassVar, Literal
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.sequence_layout import AXIS, attention_shapes, attentions, planning, sequence_plan
-from rewriter.analysis.sequence_plans import allowed, choose
-from rewriter.analysis.token_locality import check_tokens
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Module, Program, args_of, edit_bodies, placeholders, put_after
+from rewriter.ir import Module, Program, args_of, edit_bodies, ops, placeholders, put_after
 from rewriter.passes.base import Effect, Pass, Scope, record
+from rewriter.passes.sequence.sequence_layout import AXIS, attention_shapes, attentions, planning, sequence_plan
+from rewriter.passes.sequence.sequence_plans import allowed, choose
+from rewriter.passes.sequence.token_locality import check_tokens
 
 Grid = tuple[int, int, int]
 

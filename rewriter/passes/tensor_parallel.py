@@ -8,24 +8,6 @@ from typing import ClassVar
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.labels import Unsplittable, reduced_shape, value_of
-from rewriter.analysis.op_semantics import aten
-from rewriter.analysis.placement import split_body
-from rewriter.analysis.placement_state import SplitBody, with_constant_inputs
-from rewriter.analysis.projections import (
-    Shard,
-    chains,
-    column_parallel,
-    held,
-    inputs_of,
-    outputs_of,
-    resized,
-    row_parallel,
-)
-from rewriter.analysis.residual import attends
-from rewriter.analysis.sequence_layout import attentions
-from rewriter.analysis.units import AXIS, Ranges, equal_runs
 from rewriter.common.errors import RewriterError
 from rewriter.ir import (
     Body,
@@ -37,12 +19,30 @@ from rewriter.ir import (
     args_of,
     called_module,
     copy_graph,
+    ops,
     put_after,
     reachable,
 )
+from rewriter.ir.labels import Unsplittable, reduced_shape, value_of
 from rewriter.ir.marks import in_stream, mark, marks, set_marks
+from rewriter.ir.op_semantics import aten
+from rewriter.ir.residual import attends
 from rewriter.ir.structure import without_dropout
 from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
+from rewriter.passes.placement.placement import split_body
+from rewriter.passes.placement.placement_state import SplitBody, with_constant_inputs
+from rewriter.passes.placement.projections import (
+    Shard,
+    chains,
+    column_parallel,
+    held,
+    inputs_of,
+    outputs_of,
+    resized,
+    row_parallel,
+)
+from rewriter.passes.placement.units import AXIS, Ranges, equal_runs
+from rewriter.passes.sequence.sequence_layout import attentions
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rewriter.analysis.communication import model_dtype
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Call, Delay, Fabric, WhatIf
 from rewriter.ir import Program
+from rewriter.ir.communication import model_dtype
 from rewriter.passes.base import Effect
 from rewriter.predict import uncertainty
 from rewriter.predict.break_even import BreakEven

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rewriter.analysis.communication import model_dtype
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import context_length, declared_dtype, quantization_settings
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
+from rewriter.ir.communication import model_dtype
 from rewriter.predict.analytic import Candidate, Predictor
 from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.generation_memory import bytes_per_rank

@@ -14,12 +14,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from rewriter import ops
-from rewriter.analysis.communication import model_dtype
-from rewriter.analysis.op_semantics import starts_sum
-from rewriter.analysis.schedule import with_readers_first
-from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
+from rewriter.ir import Leaf, Module, Opaque, Program, args_of, ops, parameters_of
+from rewriter.ir.communication import model_dtype
 from rewriter.ir.marks import marks
+from rewriter.ir.op_semantics import starts_sum
+from rewriter.ir.schedule import with_readers_first
 from rewriter.ir.shapes import wiring_shapes
 from rewriter.predict.kernel_cost import Exchange, Item, Kernel, as_launched, axis_group
 from rewriter.predict.module_cost import EXPERTS, ModuleRun

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from rewriter.analysis.communication import model_dtype
-from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.common.processes import Processes, run_ranks
 from rewriter.common.scratch import scratch_folder
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
+from rewriter.ir.communication import model_dtype
+from rewriter.passes.sequence.sequence_layout import sequence_plan
 from rewriter.predict.rank_worker import Spec, Variant
 from rewriter.predict.results import Phase, Prediction, RecipeComparison, generation_seconds
 from rewriter.predict.workload import Cluster, Workload

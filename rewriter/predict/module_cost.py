@@ -13,9 +13,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import operator_of
-from rewriter.ir import Body, Leaf, Module, Opaque, args_of
+from rewriter.ir import Body, Leaf, Module, Opaque, args_of, ops
+from rewriter.ir.op_semantics import operator_of
 from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.kernel_cost import (
     CostedOperation,

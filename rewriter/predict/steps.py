@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.communication import producer
 from rewriter.fabric import Call
-from rewriter.ir import args_of
+from rewriter.ir import args_of, ops
+from rewriter.ir.communication import producer
 from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import parse_format, slice_length
 from rewriter.predict.forward import Forward, NodeWork

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from rewriter.analysis.communication import collectives
-from rewriter.analysis.rank_memory import memory
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.common.scratch import scratch_folder
 from rewriter.ir import Program
+from rewriter.ir.communication import collectives
+from rewriter.passes.placement.rank_memory import memory
 from rewriter.predict import measurement
 from rewriter.predict.measurement import PassSeconds, cores, spec
 from rewriter.predict.validation import PASSES, Row, Validation

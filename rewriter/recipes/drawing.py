@@ -6,9 +6,9 @@ import functools
 from html import escape
 from typing import Any
 
-from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
+from rewriter.ir.layer_drawing import program_drawing
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 

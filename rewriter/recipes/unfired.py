@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rewriter.analysis.residual import residual_blocks
 from rewriter.ir import Program
 from rewriter.ir.marks import STANDARD
+from rewriter.ir.residual import residual_blocks
 from rewriter.passes.base import scopes
 from rewriter.passes.selection import spans
 from rewriter.recipes import Recipe

@@ -1,7 +1,7 @@
 """What a rank runs. An emitted module imports its building blocks from here, and nothing here imports the
 compiler."""
 
-from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention.cached import attention
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.attention.sequence_axis import SequenceAxis, Shards

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.token_layout import join_tokens, take_tokens
 from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.collectives.exchange import gather_start
 from rewriter.runtime.collectives.gradients import with_gradient
 from rewriter.runtime.torch_marks import register_node
-from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewriter.ops import ExpertLayout, gated
+from rewriter.ir.ops import ExpertLayout, gated
 from rewriter.runtime.compiled import product
 from rewriter.runtime.streams import host_waits
 from rewriter.runtime.torch_marks import not_compiled
@@ -34,8 +34,8 @@ def experts(
 ) -> Tensor:
     """Σ_k weight[n, k] · down_e(gated(up_e(x))) with e = index[n, k]; [N, D] in x's dtype.
 
-    `act` (a name of `rewriter.ops.ACTIVATIONS`), `layout`, `limit`, `slope` and `offset` are those of
-    `rewriter.ops.gated`. `up` is [E, 2I, D] and `down` [E, D, I], or [E, D, 2I] and [E, I, D] where they are
+    `act` (a name of `rewriter.ir.ops.ACTIVATIONS`), `layout`, `limit`, `slope` and `offset` are those of
+    `rewriter.ir.ops.gated`. `up` is [E, 2I, D] and `down` [E, D, I], or [E, D, 2I] and [E, I, D] where they are
     `transposed`; ungated ones have I rows. With I split over ranks the result is partial, and `weight_NK`, being
     replicated, must pass through `copy_to_group` to be trained. Indices outside 0 … E-1 add nothing: transformers marks
     dropped tokens so. Only experts that some token chose are computed, each on its own tokens.

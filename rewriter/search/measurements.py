@@ -14,11 +14,11 @@ import torch
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
+from rewriter.measure.drift import available_memory
 from rewriter.search.choices import FORMATS, REWRITES, Mix, Placement, mix_of
 from rewriter.search.computed import Change, Computed, Part
 from rewriter.search.result import Rise, rise_of
 from rewriter.search.texts import Text
-from rewriter.verify.drift import available_memory
 from rewriter.weights import Checkpoint
 
 _AT_ONCE = 48  # mixes whose streams are computed together

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from rewriter.check.saved_output import check_files, check_headers
 from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.packages import EXTRAS, present
@@ -22,7 +23,6 @@ from rewriter.common.tokenizer_code import own_code
 from rewriter.output.manifest import Manifest, damage, healing, read_manifest
 from rewriter.output.names import MANIFEST
 from rewriter.serving.schedule import Unsupported, schedule_of
-from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.weights import Checkpoint
 
 Engine = Literal["vllm", "transformers"]
@@ -73,7 +73,7 @@ def serve_command(
                 f"{root}: its tokenizer brings its own Python code ({code[0]}), and an engine that runs the code that "
                 "`rewrite` generated would run it too. Read it, then pass --trust-remote-code"
             )
-        from rewriter.verify.drift import load_tokenizer
+        from rewriter.measure.drift import load_tokenizer
 
         load_tokenizer(str(root))  # refused where it cannot do without its code
     trust = ["--trust-remote-code"] if generated or trust_remote_code else []

@@ -16,10 +16,10 @@ from typing import Any
 from torch import fx
 from transformers import PreTrainedConfig
 
-from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.common.errors import RewriterError
 from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of
+from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rewriter.analysis.labels import dynamic
-from rewriter.analysis.residual import is_add
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Opaque, args_of, copy_graph, parameters_of
+from rewriter.ir.labels import dynamic
+from rewriter.ir.residual import is_add
 from rewriter.tracing.export import BodyTracer, FlatSignature, as_leaf, example_for, export_graph, is_called
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean, sort_by_use

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.labels import Labels, Unsplittable, reduced_shape
-from rewriter.analysis.op_semantics import aten, function_of, kind_of
-from rewriter.ir import args_of, drop_dead_nodes
+from rewriter.ir import args_of, drop_dead_nodes, ops
+from rewriter.ir.labels import Labels, Unsplittable, reduced_shape
+from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.tracing.attention_scores import Scores, Term, UnknownScores, folds, is_matmul, is_same, is_view, shape_of
 from rewriter.tracing.functionalize import computed
 from rewriter.tracing.masks import StaticGraph

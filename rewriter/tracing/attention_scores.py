@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter.analysis.op_semantics import aten, function_of, kind_of
 from rewriter.ir import args_of
-from rewriter.ops import MaskSpec
+from rewriter.ir.op_semantics import aten, function_of, kind_of
+from rewriter.ir.ops import MaskSpec
 from rewriter.tracing.masks import HIDDEN, StaticGraph, seen_by
 
 

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from rewriter.analysis.op_semantics import aten
-from rewriter.analysis.residual import is_add
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes
+from rewriter.ir.op_semantics import aten
+from rewriter.ir.residual import is_add
 from rewriter.tracing.attention_matching import recognise
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.ir import SPLAT, Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
+from rewriter.ir import SPLAT, Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes, ops
 from rewriter.ir.marks import mark
 from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, residual_input
 from rewriter.tracing.masks import refuse_unknown_masks

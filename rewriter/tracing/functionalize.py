@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter.analysis.op_semantics import argument, aten, kind_of, operator_of
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of
+from rewriter.ir.op_semantics import argument, aten, kind_of, operator_of
 
 
 def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

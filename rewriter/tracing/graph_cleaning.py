@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import argument, aten, function_of, kind_of, named_arguments
 from rewriter.common.errors import RewriterError
-from rewriter.ir import args_of, drop_dead_nodes
+from rewriter.ir import args_of, drop_dead_nodes, ops
+from rewriter.ir.op_semantics import argument, aten, function_of, kind_of, named_arguments
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.tracing.recorded_calls import base_name, layer_number, variant_name
 

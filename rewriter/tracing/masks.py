@@ -19,11 +19,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import kind_of, operator_of
 from rewriter.common.errors import RewriterError
-from rewriter.ir import args_of
-from rewriter.ops import MaskSpec
+from rewriter.ir import args_of, ops
+from rewriter.ir.op_semantics import kind_of, operator_of
+from rewriter.ir.ops import MaskSpec
 
 # an additive score this low has a weight of exactly 0 in float32, unless every key has it
 HIDDEN = -1000.0

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rewriter.analysis.labels import dynamic, value_of
-from rewriter.analysis.op_semantics import dims_of, operator_of
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Opaque, args_of
+from rewriter.ir.labels import dynamic, value_of
 from rewriter.ir.marks import marks
-from rewriter.ops import MaskSpec
+from rewriter.ir.op_semantics import dims_of, operator_of
+from rewriter.ir.ops import MaskSpec
 from rewriter.tracing.export import Example
 from rewriter.tracing.interception import Recorded, replaced_forward
 from rewriter.tracing.meta_model import TRACE_DTYPE

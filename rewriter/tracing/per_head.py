@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter.analysis.op_semantics import argument, aten, is_pointwise, is_sum, kind_of
 from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes
+from rewriter.ir.op_semantics import argument, aten, is_pointwise, is_sum, kind_of
 from rewriter.tracing.functionalize import computed
 
 

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.op_semantics import kind_of
-from rewriter.analysis.residual import NoStream, annotate, is_add
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes
+from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes, ops
 from rewriter.ir.marks import layer_of
+from rewriter.ir.op_semantics import kind_of
+from rewriter.ir.residual import NoStream, annotate, is_add
 from rewriter.tracing.assemble import ModelTracer, SurroundingGraph
 from rewriter.tracing.flatten import flatten
 

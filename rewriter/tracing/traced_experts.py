@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rewriter.common.errors import RewriterError
-from rewriter.ops import ACTIVATIONS, gated
+from rewriter.ir.ops import ACTIVATIONS, gated
 from rewriter.tracing.model_errors import first_line
 
 _library = torch.library.Library("rewriter_trace", "FRAGMENT")

@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 from rewriter import api
-from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.common.svg import number, path, rectangle, text
+from rewriter.ir.layer_drawing import program_drawing
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 

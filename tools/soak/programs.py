@@ -19,9 +19,9 @@ from ranks import run_ranks
 from test_emitted_runtime import compare_gradients, on_rank
 from test_properties import check_generation, check_mixes
 
+from rewriter.check.per_rank_reference import PerRankReference
+from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace
-from rewriter.verify.per_rank_reference import PerRankReference
-from rewriter.verify.simulate import simulate
 from soak.cases import Kind, Outcome, generator
 
 RANKS = (1, 2, 3, 4, 8)

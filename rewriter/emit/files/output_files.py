@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.tokenizer_code import code_files, vocabulary_files
 from rewriter.emit.files.kept_tensors import KeptTensors, kept_tensors
@@ -24,6 +23,7 @@ from rewriter.ir import Program
 from rewriter.output.manifest import FileHeader, PerRank, Runtime, SequenceEntry
 from rewriter.output.names import mesh_name
 from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.sequence.sequence_layout import sequence_plan
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.huggingface.source_classes import require_importable
@@ -29,6 +28,7 @@ from rewriter.emit.reduction_pattern import (
     shared_norms,
 )
 from rewriter.ir import Program, Source
+from rewriter.ir.residual import residual_blocks
 from rewriter.passes.base import bound_ranks, scopes, single_device
 
 

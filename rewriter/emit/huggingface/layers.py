@@ -20,10 +20,6 @@ from typing import Literal
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.communication import local_values
-from rewriter.analysis.op_semantics import aten, function_of
-from rewriter.analysis.residual import computes, is_add, is_scaling, residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface.per_rank import (
     NotPerRank,
@@ -38,8 +34,11 @@ from rewriter.emit.huggingface.per_rank import (
 )
 from rewriter.emit.huggingface.wiring_code import LayerArguments, WiringPrinter, arguments_of, operands
 from rewriter.emit.python_source import UniqueNames, broken
-from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes
+from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes, ops
+from rewriter.ir.communication import local_values
 from rewriter.ir.marks import in_stream, layer_of, marks, stream_index
+from rewriter.ir.op_semantics import aten, function_of
+from rewriter.ir.residual import computes, is_add, is_scaling, residual_blocks
 
 _ON_ALL = (ops.copy_to_group, ops.agreed)  # the same value
 _PAD = " " * 8  # of statements of a method

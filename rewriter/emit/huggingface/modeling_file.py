@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import transformers
 
-from rewriter import ops
 from rewriter.common.version import VERSION
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.per_rank import PerRankModule
@@ -25,7 +24,7 @@ from rewriter.emit.python_source import (
     literal,
     quoted,
 )
-from rewriter.ir import Leaf, Program, Source, args_of
+from rewriter.ir import Leaf, Program, Source, args_of, ops
 from rewriter.ir.marks import marks
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class

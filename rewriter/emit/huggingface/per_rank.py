@@ -19,11 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.labels import dynamic, is_tensor, reduced_shape, value_of
-from rewriter.analysis.op_semantics import argument, aten, data_of, dims_of, function_of, is_pointwise, is_sum, kind_of
-from rewriter.analysis.units import Ranges
-from rewriter.ir import Body, Leaf, Module, Parameter, Program, args_of
+from rewriter.ir import Body, Leaf, Module, Parameter, Program, args_of, ops
+from rewriter.ir.labels import dynamic, is_tensor, reduced_shape, value_of
+from rewriter.ir.op_semantics import argument, aten, data_of, dims_of, function_of, is_pointwise, is_sum, kind_of
+from rewriter.passes.placement.units import Ranges
 
 _PIECES = frozenset({aten.slice.Tensor, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default})
 _PROJECTIONS = ("Linear", "Conv1D")

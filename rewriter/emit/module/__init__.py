@@ -12,10 +12,6 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.absolute_positions import counts_tokens
-from rewriter.analysis.schedule import with_readers_first
-from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.emit.files.weights import kept_in_fp32
 from rewriter.emit.module.classes import ClassTable, containers
@@ -30,9 +26,12 @@ from rewriter.emit.module.layers import (
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.python_source import UniqueNames, assignment, attribute, broken, literal
 from rewriter.emit.statements import StatementPrinter
-from rewriter.ir import Body, Opaque, Program, args_of, walk_modules
+from rewriter.ir import Body, Opaque, Program, args_of, ops, walk_modules
+from rewriter.ir.absolute_positions import counts_tokens
 from rewriter.ir.marks import in_stream
+from rewriter.ir.schedule import with_readers_first
 from rewriter.ir.structure import is_dropout, without_dropout
+from rewriter.passes.sequence.sequence_layout import sequence_plan
 from rewriter.weights.checkpoint import TORCH_DTYPES
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.emit.python_source import UniqueNames, assignment, attribute
 from rewriter.emit.statements import body_lines
-from rewriter.ir import Body, Leaf, Module
+from rewriter.ir import Body, Leaf, Module, ops
 
 _GROUP_OPS = frozenset({
     ops.copy_to_group, ops.all_reduce, ops.all_reduce_start, ops.all_gather, ops.vocab_embedding, ops.repeat_shard,

@@ -9,18 +9,17 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.communication import local_values
-from rewriter.analysis.labels import reduced_shape, value_of
-from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.module.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.module.roles import Roles
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.python_source import UniqueNames, assignment, attribute, free_name
 from rewriter.emit.statements import StatementPrinter, returning
-from rewriter.ir import Body, Leaf, Module, Program, args_of
+from rewriter.ir import Body, Leaf, Module, Program, args_of, ops
+from rewriter.ir.communication import local_values
+from rewriter.ir.labels import reduced_shape, value_of
 from rewriter.ir.marks import in_stream, mark, marks, running_layer, stream_index
+from rewriter.ir.residual import residual_blocks
 from rewriter.ir.structure import is_dropout
 
 _BASE = '    """The modules of a layer; classes below say how they are wired."""'

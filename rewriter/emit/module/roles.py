@@ -16,11 +16,10 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from rewriter import ops
-from rewriter.analysis.residual import is_add
 from rewriter.emit.python_source import UniqueNames
-from rewriter.ir import Body, Program, args_of
+from rewriter.ir import Body, Program, args_of, ops
 from rewriter.ir.marks import in_stream, marks
+from rewriter.ir.residual import is_add
 
 _SUMS = (ops.all_reduce_wait, ops.all_reduce, ops.all_gather, ops.repeat_shard)
 

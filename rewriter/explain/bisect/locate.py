@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from rewriter import ops
 from rewriter.explain.bisect.finding import Fault
 from rewriter.explain.bisect.recording import Key, Record, first_input, record
 from rewriter.explain.bisect.values import Point, Ranks, Values, difference, first_parting, reordered
-from rewriter.ir import Body, Program, walk_modules
+from rewriter.ir import Body, Program, ops, walk_modules
 from rewriter.ir.marks import marks
 from rewriter.ir.printing import body_text, statement
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from rewriter.check.comparison import REAL_WEIGHTS
+from rewriter.check.saved_output import check_weights
+from rewriter.check.shrunken_check import MOST_RANKS
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
@@ -23,15 +26,12 @@ from rewriter.explain.bisect.recording import record
 from rewriter.explain.bisect.values import LOGITS, Values, difference, first_parting
 from rewriter.explain.bisect.watching import run_output
 from rewriter.ir import Program
+from rewriter.ir.simulate import load_weights
+from rewriter.measure.drift import golden_tokens, too_large
 from rewriter.output.manifest import read_manifest
 from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
-from rewriter.verify.comparison import REAL_WEIGHTS
-from rewriter.verify.drift import golden_tokens, too_large
-from rewriter.verify.saved_output import check_weights
-from rewriter.verify.shrunken_check import MOST_RANKS
-from rewriter.verify.simulate import load_weights
 
 
 def bisect_output(

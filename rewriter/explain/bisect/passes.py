@@ -12,7 +12,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.check.comparison import EXACT, RANKS
+from rewriter.check.random_model import random_ids
+from rewriter.check.reference_modes import reference_of
+from rewriter.check.shrunken_check import apply_passes, on_ranks, telling_copy, test_lengths
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
@@ -24,21 +27,18 @@ from rewriter.explain.bisect.values import LOGITS, Values, difference
 from rewriter.explain.bisect.watching import expected_values
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
+from rewriter.ir.simulate import load_weights
+from rewriter.measure.drift import golden_tokens, too_large
 from rewriter.passes.base import Pass, bound_ranks
 from rewriter.passes.quantize_collectives import exact, is_quantized
+from rewriter.passes.sequence.sequence_layout import sequence_plan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import check_bound, lint, load_recipe
 from rewriter.tracing import trace
 from rewriter.tracing.meta_model import load_config
 from rewriter.tracing.shrink import depth, representatives, shrink
-from rewriter.verify.comparison import EXACT, RANKS
-from rewriter.verify.drift import golden_tokens, too_large
-from rewriter.verify.plain_model import plain_model
-from rewriter.verify.random_model import random_ids
-from rewriter.verify.reference_modes import reference_of
-from rewriter.verify.shrunken_check import apply_passes, on_ranks, telling_copy, test_lengths
-from rewriter.verify.simulate import load_weights
 from rewriter.weights.finite import require_finite
+from rewriter.weights.plain_model import plain_model
 
 Weights = Literal["shrunken", "real"]
 TRACING = "tracing"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from rewriter.verify.comparison import relative_error
+from rewriter.check.comparison import relative_error
 
 Ranks = tuple[torch.Tensor, ...]
 """One tensor per rank, or one that all ranks hold."""

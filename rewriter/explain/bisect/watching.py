@@ -22,11 +22,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from rewriter.check.reference_modes import Reference
+from rewriter.check.subprocess_logits import TIMEOUT
 from rewriter.common.errors import VerificationError
 from rewriter.common.processes import Processes, environment, placed, reported, write_json
 from rewriter.explain.bisect.values import LOGITS, Point, Ranks, Values, merged
-from rewriter.verify.reference_modes import Reference
-from rewriter.verify.subprocess_logits import TIMEOUT
 
 
 class Calls:
@@ -134,7 +134,7 @@ def _main(kind: str, request_path: str, result: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     ids = torch.tensor(request["ids"])
     if kind == "checkpoint":
-        from rewriter.verify.plain_model import plain_model
+        from rewriter.weights.plain_model import plain_model
 
         model, _ = plain_model(request["directory"], True)
         _save(lambda: model(input_ids=ids, use_cache=False).logits, f"{result}.0")

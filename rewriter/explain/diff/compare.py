@@ -15,8 +15,6 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from rewriter.analysis.communication import collectives, summary
-from rewriter.analysis.layer_drawing import layers_drawing
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
 from rewriter.common.scratch import scratch_folder
@@ -31,6 +29,8 @@ from rewriter.explain.diff.programs import layers_between, passes_between, passe
 from rewriter.explain.diff.tensors import tensors_between
 from rewriter.explain.diff.terminal import tables
 from rewriter.ir import Program
+from rewriter.ir.communication import collectives, summary
+from rewriter.ir.layer_drawing import layers_drawing
 from rewriter.output.manifest import Manifest, read_manifest
 from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.base import single_device

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rewriter.analysis.layer_plan import LayerGroup, relative
-from rewriter.analysis.plan_table import reads
 from rewriter.common.numbers import json_text
+from rewriter.ir.layer_plan import LayerGroup, relative
+from rewriter.ir.plan_table import reads
 
 Row = tuple[str, tuple[int, str] | None, tuple[int, str] | None]
 """(kind, line before, line after): lines are (number, text), None where a side has no such line."""

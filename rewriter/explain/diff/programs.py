@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from rewriter.analysis.layer_plan import LayerGroup, layer_plans, relative
-from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.explain.diff.differences import LayerDifference, PassDifference
 from rewriter.ir import PassRecord, Program, nodes_inside
+from rewriter.ir.layer_plan import LayerGroup, layer_plans, relative
+from rewriter.ir.residual import residual_blocks
 
 _CONTEXT = 2
 Step = tuple[PassRecord, Program, Program]

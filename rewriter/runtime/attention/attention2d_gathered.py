@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rewriter.ir.token_layout import TokenRun
 from rewriter.kernels import accumulation_dtype, merge
 from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
 from rewriter.runtime.attention.exchanges import interleaved
@@ -32,7 +33,6 @@ from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.partial_merge import unseen
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.collectives.exchange import Transfer, all_to_all_start, exchange_start, gather_start
-from rewriter.sequence.token_layout import TokenRun
 
 
 def forward(

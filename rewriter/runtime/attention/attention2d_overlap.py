@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from rewriter.ir.token_layout import TokenRun
 from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.attention.attention2d_gathered import to_columns, to_rows
 from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
@@ -29,7 +30,6 @@ from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn, unseen
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.collectives.exchange import Tensors
-from rewriter.sequence.token_layout import TokenRun
 
 
 def forward(

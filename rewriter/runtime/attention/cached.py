@@ -1,4 +1,4 @@
-"""Attention over new tokens and the cache. `rewriter.ops.attention` is its specification.
+"""Attention over new tokens and the cache. `rewriter.ir.ops.attention` is its specification.
 
 Where tokens are sharded over a sequence axis, this finds the way to keys of other ranks: `sequence_op` for full
 sequences, `decode` for tokens after them.
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.ops import MaskSpec
 from rewriter.kernels import accumulation_dtype, decode_attention
-from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.local import in_autocast_dtype
 from rewriter.runtime.attention.sequence_op import decode_attention as decode_over_ranks
 from rewriter.runtime.attention.sequence_op import sequence_attention

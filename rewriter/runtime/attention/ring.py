@@ -26,14 +26,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rewriter.ir.ops import MaskSpec
+from rewriter.ir.token_layout import TokenRun, runs
 from rewriter.kernels import accumulation_dtype
-from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
 from rewriter.runtime.attention.exchanges import RingExchange
 from rewriter.runtime.attention.partial_merge import Merger, unseen
 from rewriter.runtime.attention.tiles import Gradients, Visibility, tile_backward, tile_forward
 from rewriter.runtime.collectives.exchange import Tensors, Transfer, pack, unpack
-from rewriter.sequence.token_layout import TokenRun, runs
 
 
 def forward(

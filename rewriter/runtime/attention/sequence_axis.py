@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.ops import SequenceKind, SequencePlan
+from rewriter.ir.token_layout import LAYOUTS, indices
 from rewriter.kernels import Format, parse_format
-from rewriter.ops import SequenceKind, SequencePlan
 from rewriter.runtime.attention import attention2d_gathered, attention2d_overlap, ring
 from rewriter.runtime.attention.attention_call import QuantizedKV, RankAttention
 from rewriter.runtime.attention.mesh import DIMENSIONS, AttentionMesh, flattened
 from rewriter.runtime.quantized.schedules import known_format
-from rewriter.sequence.token_layout import LAYOUTS, indices
 
 # For each kind (the algorithm, that with overlap), after the exchange of heads, of which Ulysses consists.
 ALGORITHMS: Mapping[SequenceKind, tuple[RankAttention, RankAttention]] = {

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.ops import MaskSpec
 from rewriter.kernels import accumulation_dtype, merge, vector_bytes
-from rewriter.ops import MaskSpec
 from rewriter.runtime.attention import exchanges
 from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors, QuantizedKV
 from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype, kernel_forward

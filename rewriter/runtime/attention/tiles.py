@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rewriter.ir.ops import MaskSpec
+from rewriter.ir.token_layout import TokenRun
 from rewriter.kernels import accumulation_dtype
-from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
 from rewriter.runtime.attention.partial_merge import add_part, merged
-from rewriter.sequence.token_layout import TokenRun
 
 
 @dataclass(frozen=True, eq=False)

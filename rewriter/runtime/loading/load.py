@@ -24,7 +24,7 @@ from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import check_sha256, read_json
 from rewriter.common.processes import CUDNN_ATTENTION_LAST, local_rank
 from rewriter.common.text_settings import vocabulary_size
-from rewriter.ops import SequencePlan
+from rewriter.ir.ops import SequencePlan
 from rewriter.output.names import MANIFEST
 from rewriter.output.runtime_module import ModuleEntry, no_module, read_module_entry
 from rewriter.runtime.attention.mesh import sequence_mesh

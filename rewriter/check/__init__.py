@@ -1,0 +1,1 @@
+"""Does a rewritten model compute what it should: independent references, tiny models, comparison."""

@@ -1,0 +1,1 @@
+"""Every model type of transformers, tried."""

@@ -1,0 +1,266 @@
+"""One type: build it small, trace it, rewrite it in every way, and compare each result with an independent reference.
+
+Every comparison is in fp32 with the unmodified eager model, loaded from the checkpoint that was traced, or with a
+reference made of that model by hooks; at lengths beyond every window. A refusal is a result too, with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from rewriter.check.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.coverage.coverage_row import CHECKS, VARIANT_CHECKS, Coverage, explain
+from rewriter.check.coverage.variants import candidates, changes_forward
+from rewriter.check.eager_blocks import ladder_reference
+from rewriter.check.random_model import EAGER, build_model, random_ids, randomize
+from rewriter.check.reference_modes import original_logits, reference_of
+from rewriter.check.shrunken_check import apply_passes, test_lengths
+from rewriter.check.stream_hooks import decoder_layers
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.scratch import scratch_folder
+from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.module import emit_runtime_module
+from rewriter.ir import Program, ops
+from rewriter.ir.marks import marks
+from rewriter.ir.residual import residual_blocks
+from rewriter.ir.simulate import load_weights, simulate
+from rewriter.passes.desync import Desync
+from rewriter.passes.ladder import Ladder
+from rewriter.passes.merge_reductions import MergeReductions
+from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.tracing import trace
+
+
+def check_with_variants(model_type: str) -> Coverage:
+    """As `check`, and each switch of the type's config that changes its forward: several times as long."""
+    return check(model_type, variants=True)
+
+
+def check(model_type: str, variants: bool = False) -> Coverage:
+    """Everything about one type. Raises nothing that a model or a rewrite may cause: that is in the result."""
+    result = Coverage(model_type)
+    begin = time.perf_counter()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    with (
+        scratch_folder("coverage") as scratch,
+        torch.no_grad(),
+        contextlib.suppress(_Stopped),
+    ):
+        subject = _Subject(result, scratch)
+        subject.run()
+        if variants:
+            subject.run_variants()
+    result.seconds = round(time.perf_counter() - begin, 2)
+    return result
+
+
+_Reference = Callable[[torch.Tensor], torch.Tensor]
+"""Logits [rows, tokens, vocabulary] of tokens [rows, tokens]."""
+
+
+class _Stopped(Exception):
+    """Without this check there is nothing to compare in those that follow."""
+
+
+class _Subject:
+    """One small model, its program, and what its logits must be."""
+
+    def __init__(self, result: Coverage, scratch: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.result, self.scratch, self.changes = result, scratch, changes
+        self.source = scratch / "model"
+
+    def run(self, checks: Collection[str] = CHECKS) -> None:
+        """Make these checks; "builds" and "traces" are needed by the others."""
+        with self._check("builds", needed=True):
+            self.config = small_config(self.result.type, self.changes)
+            model = build_model(self.config)
+        with self._check("traces", needed=True):
+            self.model = self._checkpoint(model)
+            self.batches = [random_ids(self.config, length) for length in test_lengths(self.config)]
+            self.expected = [self._logits(ids) for ids in self.batches]
+            self.program = trace(self.source)
+            self.weights = load_weights(self.program, torch.float32)
+            self._require(self.program, self.expected, self._logits, EXACT, "the traced program")
+        self.result.blocks = len(residual_blocks(self.program))
+        self.result.stream = self.result.blocks > 0
+        with self._check("ladder"):
+            self._ladder()
+        for ranks in (2, 4):
+            if f"tp{ranks}" in checks:
+                with self._check(f"tp{ranks}"):
+                    self._tensor_parallel(ranks)
+        if self.result.stream and checks == CHECKS:
+            with self._check("desync"):
+                self._desync()
+        if self.result.ladder and "emitted" in checks:
+            with self._check("emitted"):
+                self._emitted()
+        for name in ("desync", "emitted"):
+            if not getattr(self.result, name):  # what is not tried has the reason that the ladder has
+                self.result.reasons.setdefault(name, self.result.reasons.get("ladder", ""))
+
+    def run_variants(self) -> None:
+        """Each switch that changes the forward, thrown: the checks of `VARIANT_CHECKS` that hold for the default."""
+        for number, (name, value) in enumerate(candidates(self.config, self.model)):
+            try:
+                if not changes_forward(self.model, small_config(self.result.type, {name: value})):
+                    continue
+            except Exception:  # transformers itself cannot do that
+                continue
+            found = Coverage(self.result.type)
+            scratch = self.scratch / f"variant{number}"
+            with contextlib.suppress(_Stopped):
+                _Subject(found, scratch, {name: value}).run(VARIANT_CHECKS)
+            shutil.rmtree(scratch, ignore_errors=True)
+            lacking = [n for n in VARIANT_CHECKS if getattr(self.result, n) and not getattr(found, n)]
+            label = f"{name}={value}"
+            self.result.variants[label] = (found.reason or "") if lacking else ""
+            self.result.wrong += [f"{label}: {n}" for n in found.wrong]
+
+    @contextlib.contextmanager
+    def _check(self, name: str, *, needed: bool = False) -> Iterator[None]:
+        """Note whether the block ran through. What stops one that is `needed` stops those that follow, too."""
+        try:
+            yield
+        except Exception as error:  # models, and what reads them, may raise any error
+            self.result.reasons[name] = explain(error).replace(str(self.scratch), "…")
+            if isinstance(error, VerificationError):
+                self.result.wrong.append(name)
+            if needed:
+                raise _Stopped from error
+        else:
+            setattr(self.result, name, True)
+
+    def _checkpoint(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model with weights that show a wrong ladder, saved as a checkpoint and loaded from it."""
+        for strength in (1.0, 2.0, 4.0):
+            if strength > 1:
+                model = build_model(self.config)
+            randomize(model, strength)
+            ids = random_ids(self.config, 21)
+            original = original_logits(model, ids)
+            if not bool(original.isfinite().all()):
+                raise RewriterError("with large random weights the model's own logits are not finite")
+            try:
+                layers = range(len(decoder_layers(model)))
+                with ladder_reference(model, layers):
+                    rewired = original_logits(model, ids)
+            except Exception:  # a model without reference still has a trace; the ladder's check says the reason
+                break
+            if relative_error(rewired, original) >= DIFFERENT:
+                break
+        model.save_pretrained(self.source)
+        if type(model.config) is not type(self.config):  # the model is the inner one, the type the outer config's
+            self.config.save_pretrained(self.source)
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, **EAGER)
+        return loaded.eval()
+
+    def _logits(self, ids: torch.Tensor, layers: set[int] | None = None) -> torch.Tensor:
+        """What the unmodified model computes, or its ladder on `layers`."""
+        with contextlib.nullcontext() if layers is None else ladder_reference(self.model, layers):
+            return original_logits(self.model, ids)
+
+    def _require(
+        self, program: Program, expected: list[torch.Tensor], reference: _Reference, limit: float, what: str
+    ) -> None:
+        """Raise VerificationError unless `program` gives the logits that `reference` gives for the batches.
+
+        Where an expert is hardly better than the next one, rounding chooses. Other tokens, drawn twice, then tell that
+        from a wrong program.
+        """
+        for ids, logits in zip(self.batches, expected, strict=True):
+            try:
+                _require_equal(simulate(program, ids, weights=self.weights), logits, limit, what)
+            except VerificationError:
+                for others in random_ids(self.config, ids.shape[1], 6)[2:].split(2):
+                    _require_equal(simulate(program, others, weights=self.weights), reference(others), limit, what)
+
+    def _ladder(self) -> None:
+        """Every layer, then every second one: both transitions. The last one is what is emitted."""
+        every = self._layers()
+        for layers in (set(every), set(every[1::2])):
+            program = Ladder(sorted(layers)).apply(self.program)
+            reference = functools.partial(self._logits, layers=layers)
+            expected = [reference(ids) for ids in self.batches]
+            self._require_different(expected)
+            self._require(program, expected, reference, EXACT, "the ladder")
+            self.rewritten, self.rewritten_logits = program, expected
+
+    def _layers(self) -> list[int]:
+        """Layers that can be rewired. One may have no block: cross-attention with nothing to attend to is skipped."""
+        having = sorted({block.layer for block in residual_blocks(self.program)})
+        return having or list(range(self.program.source.num_layers))
+
+    def _tensor_parallel(self, ranks: int) -> None:
+        program = apply_passes(self.program, [TensorParallel()], {"tp": ranks})
+        self._require(program, self.expected, self._logits, RANKS, f"the program on {ranks} ranks")
+        with contextlib.suppress(RewriterError):  # a runtime module cannot hold everything
+            compile(emit_runtime_module(program), "module.py", "exec")
+        entry = program.history[-1]
+        self.result.reductions = sum(
+            n.target is ops.all_reduce for n in program.graph.nodes if marks(n).layer is not None
+        )
+        self.result.replicated += [note for note in entry.notes if note not in self.result.replicated]
+
+    def _desync(self) -> None:
+        """The recipe desync-2x on two ranks: every second reduction is dropped, kept ones resync by mean."""
+        passes = [TensorParallel(), MergeReductions(), Desync(self._layers(), n=2)]
+        program = apply_passes(self.program, passes, {"tp": 2})
+        logits = functools.partial(reference_of(program, passes).logits, self.model)
+        expected = [logits(ids) for ids in self.batches]
+        self._require_different(expected)
+        self._require(program, expected, logits, RANKS, "desync on 2 ranks")
+
+    def _require_different(self, expected: list[torch.Tensor]) -> None:
+        """Refuse a comparison that the unmodified model would pass as well."""
+        difference = max(relative_error(a, b) for a, b in zip(expected, self.expected, strict=True))
+        if difference < DIFFERENT:
+            raise RewriterError(
+                f"shows nothing: the rewritten model differs from the original by {difference:.1e} only, "
+                f"{DIFFERENT:.0e} is needed to tell them apart"
+            )
+
+    def _emitted(self) -> None:
+        """The adapted checkpoint of the ladder, loaded as its users load it, where `rewriter` cannot be imported."""
+        out = self.scratch / f"emitted_{self.result.type.replace('-', '_')}"
+        shutil.copytree(self.source, out)
+        files = emit_huggingface(self.rewritten)
+        (out / "config.json").write_text(json.dumps(files.config), encoding="utf-8")
+        if files.modeling_name is not None and files.modeling is not None:
+            (out / files.modeling_name).write_text(files.modeling, encoding="utf-8")
+        with mock.patch.dict(sys.modules, {"rewriter": None}):
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                out, trust_remote_code=True, output_loading_info=True, **EAGER
+            )
+        code = type(model).__init__.__globals__
+        if "SMALL" in code and (found := code["difference"]()):
+            raise RewriterError(f"a version of transformers that its file does not name would be refused: {found}")
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if names := sorted(map(str, loaded.get(what) or ())):
+                raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
+        for ids, expected in zip(self.batches, self.rewritten_logits, strict=True):
+            _require_equal(original_logits(model.eval(), ids), expected, EXACT, "the emitted checkpoint")
+
+
+def _require_equal(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
+    found = compare(what, actual, expected, limit)
+    if not found.passed:
+        raise VerificationError(
+            f"WRONG: {what} differs at {expected.shape[1]} tokens: {found.worst}; relative error {found.error:.1e}"
+        )

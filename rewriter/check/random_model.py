@@ -1,0 +1,111 @@
+"""Models with random weights that make a wrong rewrite show: all random, and blocks that write as much as they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rewriter.check.comparison import relative_error
+from rewriter.check.stream_hooks import decoder_layers
+from rewriter.common.errors import RewriterError
+from rewriter.tracing.shrink import text_config
+
+# How every model that is compared is built or loaded: plain attention and experts one by one, in fp32.
+EAGER: Mapping[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+
+
+def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
+    """int64 [rows, length], the same for the same length; tokens that stand for padding do not occur."""
+    text = text_config(config)
+    vocabulary = getattr(text, "vocab_size", None) or config.vocab_size
+    ids = torch.randint(2, vocabulary, (rows, length), generator=torch.Generator().manual_seed(length))
+    padding = getattr(text, "pad_token_id", None)
+    return ids if padding is None else ids.masked_fill(ids == padding, 1 if padding != 1 else 0)
+
+
+def random_model(config: PreTrainedConfig, strength: float = 1.0, trust_remote_code: bool = False) -> PreTrainedModel:
+    """An eager fp32 model in eval mode with large random weights: a stream of about 1, blocks that write as much.
+
+    Norms and biases are random too, so that one that is skipped, doubled or exchanged shows.
+    """
+    try:
+        model = build_model(config, trust_remote_code)
+    except Exception as error:  # constructors of models may raise any error
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RewriterError(
+            f"model type {config.model_type!r} has no shrunken check: its shrunken copy cannot be built ({text}). "
+            "Use --verify full or none"
+        ) from error
+    randomize(model, strength)
+    return model
+
+
+def build_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The eager fp32 causal LM of `config` in eval mode, as its class initialises it; raises what that raises."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **EAGER)
+    return model.eval()
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, strength: float = 1.0) -> None:
+    """Overwrite the weights of `model`; what blocks write grows with `strength`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            _randomize(model, name, parameter, strength)
+        stored = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            # Stored, and zero at first: a bias that training moves without gradients, as routers have.
+            if name in stored and buffer.is_floating_point() and not buffer.any():
+                buffer.add_(torch.randn(buffer.shape) * 0.15)
+    _calibrate(model)
+
+
+@torch.no_grad()
+def amplification(model: PreTrainedModel, config: PreTrainedConfig, length: int) -> float:
+    """Factor by which a relative error of 1e-6 in the embeddings grows in the logits of `length` random tokens."""
+    embedding, ids = model.get_input_embeddings().weight, random_ids(config, length)
+    kept, noise = embedding.clone(), torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=ids, use_cache=False).logits
+    embedding.mul_(1 + 1e-6 * noise)
+    actual = model(input_ids=ids, use_cache=False).logits
+    embedding.copy_(kept)
+    return relative_error(actual, expected) / 1e-6
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel, name: str, parameter: torch.Tensor, strength: float) -> None:
+    noise = torch.randn(parameter.shape)
+    if parameter.ndim < 2:
+        # Around what initialisation gave: norms that multiply by the weight hold 1, by 1 + weight 0.
+        parameter.add_(noise * (0.15 if name.endswith("bias") else 0.3))
+        return
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, torch.nn.Embedding) or owner is model.get_output_embeddings():
+        parameter.copy_(noise)
+        return
+    inputs = parameter.shape[0] if type(owner).__name__ == "Conv1D" else parameter.shape[-1]
+    parameter.copy_(noise * strength / math.sqrt(inputs))
+
+
+@torch.no_grad()
+def _calibrate(model: PreTrainedModel) -> None:
+    """Scale the embeddings so that the first layer gets a stream of about 1, after all factors before it."""
+    seen: list[float] = []
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        seen.append(float(hidden.pow(2).mean().sqrt()))
+
+    with decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True):
+        model(input_ids=random_ids(model.config, 21), use_cache=False)
+    if seen and math.isfinite(seen[0]) and seen[0] > 0:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.weight.mul_(1 / seen[0])

@@ -1,0 +1,138 @@
+"""The independent reference that a list of passes is verified with: what each declares, as modes of layers.
+
+A pass says what each layer has to be (`Pass.reference_modes`), and the reference computes that by itself; or it brings
+an oracle. Nothing here imports the analyses or the passes, nor their code by another way: they are what is checked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rewriter.check.eager_blocks import Structure, find_structure
+from rewriter.check.output_projections import Shares
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
+from rewriter.ir.marks import marks
+from rewriter.ir.simulate import load_weights
+
+
+@dataclass
+class Reference:
+    """The model that a rewritten program has to equal. `exact` says that it is the unmodified model itself.
+
+    `passes` are the approximating ones; `whole` are the paths of the modules that every rank computes in full.
+    `reordered` are the weights, by runtime name, whose heads and channels a pass put in another order: which of them a
+    rank holds is part of what an approximating pass computes.
+    """
+
+    passes: Sequence[Any]
+    ranks: int
+    whole: tuple[str, ...]
+    reordered: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _built: dict[int, PerRankReference] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        return not self.passes
+
+    @property
+    def name(self) -> str:
+        return "original model" if self.exact else "its reference"
+
+    @torch.no_grad()
+    def logits(self, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, vocabulary] that the rewritten `model` (eager, unmodified, in eval mode) has to give."""
+        if self.exact:
+            return original_logits(model, ids)
+        if self.passes[0].oracle is not None:
+            with ExitStack() as inside:
+                for rewrite in self.passes:
+                    inside.enter_context(rewrite.oracle(model))
+                return original_logits(model, ids)
+        if id(model) not in self._built:
+            ordered = self.ordered(model)
+            mix = layer_modes(ordered, self.passes, self.whole)
+            self._built = {id(model): PerRankReference(ordered, mix, self.ranks, whole=self.whole)}
+        return self._built[id(model)](ids)
+
+    def ordered(self, model: PreTrainedModel) -> PreTrainedModel:
+        """`model`, or a copy with heads and channels in the order in which ranks get them: it has to compute the same.
+
+        Raises RewriterError where a reordered weight is not one of the model's.
+        """
+        if not self.reordered:
+            return model
+        other = copy.deepcopy(model)
+        if surplus := other.load_state_dict(self.reordered, strict=False).unexpected_keys:
+            raise RewriterError(f"{surplus[0]}: the model has no such weight, but it was put in another order")
+        return other
+
+
+def reference_of(program: Program, passes: Sequence[Any]) -> Reference:
+    """The reference of the function that `program` has on one device, made by `passes`.
+
+    Raises RewriterError for a pass that has none, and for one with an oracle among others without.
+    """
+    approximating = [p for p in passes if p.effect == "approximating" and p.scope != "runtime"]
+    for p in approximating:
+        if p.reference_modes is None and p.oracle is None:
+            raise RewriterError(f"{p.name}: no independent reference to verify it with. Use --verify none")
+        if (p.oracle is None) != (approximating[0].oracle is None):
+            names = f"{approximating[0].name} and {p.name}"
+            raise RewriterError(f"{names}: no independent reference of the two together. Use --verify none")
+    ranks = program.mesh["tp"] if any(p.scope == "per_rank" for p in passes) else 1
+    if ranks == 1:
+        return Reference(approximating, 1, ())
+    return Reference(approximating, ranks, _whole(program), _reordered(program, passes))
+
+
+def _reordered(program: Program, passes: Sequence[Any]) -> dict[str, torch.Tensor]:
+    origin = (program.origin or program).with_(mesh={})
+    moved = origin
+    for rewrite in passes:
+        if rewrite.scope == "model" and rewrite.effect == "exact":
+            moved = rewrite.apply(moved)
+    changed = {n: p for n, p in moved.parameters.items() if p.expression != origin.parameters[n].expression}
+    return load_weights(moved.with_(parameters=changed), torch.float32) if changed else {}
+
+
+@torch.no_grad()
+def original_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [B, S, vocabulary] of the unmodified model."""
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def _whole(program: Program) -> tuple[str, ...]:
+    """Paths of the modules called in layers of which nothing is split."""
+    split = [name for name, parameter in program.parameters.items() if parameter.ranges is not None]
+    called = [str(n.target) for n in program.graph.nodes if n.op == "call_module" and marks(n).layer is not None]
+    return tuple(path for path in dict.fromkeys(called) if not any(name.startswith(f"{path}.") for name in split))
+
+
+def layer_modes(model: PreTrainedModel, passes: Sequence[Any], whole: Sequence[str]) -> dict[int, LayerMode]:
+    """The mode of every layer that a pass selects."""
+    structure = find_structure(model)
+    reducing = _reducing(model, structure, whole)
+    count = max(structure.layers) + 1
+    modes: dict[int, LayerMode] = {}
+    for rewrite in passes:
+        modes |= {n: LayerMode(**mode) for n, mode in rewrite.reference_modes(count, reducing).items()}
+    return modes
+
+
+def _reducing(model: PreTrainedModel, structure: Structure, whole: Sequence[str]) -> dict[int, list[bool]]:
+    """By layer, for each of its blocks: whether it ends in a reduction."""
+    shares = Shares(model, structure, 1, whole)
+    by_layer: dict[int, list[bool]] = {}
+    for block, layer in enumerate(structure.layers):
+        by_layer.setdefault(layer, []).append(shares.splittable(block))
+    return by_layer

@@ -1,0 +1,222 @@
+"""Every collective of a program's forward pass: where it is, how many bytes per token, and what hides it.
+
+Convention: the bytes of an all-reduce are its payload, the reduced tensor once; those of an all-gather are the gathered
+tensor. What crosses the links depends on the algorithm: a ring sends 2 (P − 1) / P of an all-reduce's payload from each
+rank, (P − 1) / P of an all-gather's. A quantized all-reduce sends 2 (P − 1) / P of its payload too: codes and scales of
+the reduced tensor once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from rewriter.common.text_settings import declared_dtype
+from rewriter.ir import Module, Parameter, Program, args_of, nodes_inside, ops, reachable
+from rewriter.ir.marks import marks
+from rewriter.ir.op_semantics import ends_collective, function_of, sends
+from rewriter.ir.residual import computes
+from rewriter.ir.shapes import wiring_shapes
+from rewriter.kernels import parse_format, slice_length
+
+Place = Literal["block", "inside a block", "embedding", "head", "other"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the forward pass. `layer` and `block` are None outside of the layers.
+
+    `path` is the module whose result it completes, or that it stands in. `bytes_per_token` counts the payload; 0 for a
+    result that has no token dimension. `hidden` says that at least one other module computes between start and wait.
+    `format` is that of a quantized message, whose `bytes_per_token` are those of a long one: padding to whole blocks is
+    nothing there. A message of less than `min_bytes` travels exact, with `exact_bytes_per_token`.
+    """
+
+    kind: Literal["all-reduce", "all-gather"]
+    place: Place
+    path: str
+    layer: int | None
+    block: int | None
+    width: int
+    bytes_per_token: int
+    hidden: bool
+    exact_bytes_per_token: int
+    format: str | None = None
+    min_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class QuantizedTraffic:
+    """The quantized reductions of a forward pass together, per token.
+
+    They are quantized in calls of `from_tokens` tokens or more (of a rank, over all sequences), and exact in others.
+    """
+
+    format: str
+    min_bytes: int
+    from_tokens: int
+    reductions: int
+    bytes_per_token: int
+    exact_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """Collectives summed up, per forward pass and per token."""
+
+    collectives: int
+    exposed: int
+    hidden: int
+    bytes_per_token: int
+    exposed_bytes_per_token: int
+
+
+def model_dtype(program: Program) -> torch.dtype:
+    """The model's own dtype, as its config says; fp32 where it says nothing."""
+    dtype = getattr(torch, declared_dtype(program.source.config) or "float32", torch.float32)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def model_dtype_bytes(program: Program) -> int:
+    """Bytes per element of the model's own dtype."""
+    return model_dtype(program).itemsize
+
+
+def collectives(program: Program) -> tuple[Collective, ...]:
+    """The collectives of `program` in the order of its wiring; empty on one rank."""
+    if not program.mesh:
+        return ()
+    size = model_dtype_bytes(program)
+    shapes = wiring_shapes(program)
+    overlapped = hidden_starts(program.graph, program.modules)
+    sent_values: list[Collective] = []
+    inside: dict[int, tuple[tuple[int, int], ...]] = {}
+    for node in program.graph.nodes:
+        layer = marks(node).layer
+        index = marks(node).writes if marks(node).block is None else marks(node).block
+        if sends(node):
+            gather = function_of(node) == "gather"
+            shape = shapes[node] or ()
+            width = math.prod(s for s in shape if isinstance(s, int))
+            options: dict[str, Any] = dict(node.kwargs)
+            format = options.get("format")
+            place: Place = "block" if layer is not None else "head" if gather else "embedding"
+            kind: Literal["all-reduce", "all-gather"] = "all-gather" if gather else "all-reduce"
+            exact = width * size
+            sent = exact if format is None else _payload_per_token(width, format)
+            hidden, path = node in overlapped, producer(node)
+            sent_values.append(Collective(kind, place, path, layer, index, width, sent, hidden, exact, **options))
+        elif node.op == "call_module":
+            module = program.modules[str(node.target)]
+            if id(module) not in inside:
+                inside[id(module)] = tuple(_inside(module, size))
+            where: Place = "inside a block" if layer is not None else "other"
+            path = str(node.target)
+            for width, nbytes in inside[id(module)]:
+                sent_values.append(Collective("all-reduce", where, path, layer, index, width, nbytes, False, nbytes))
+    return tuple(sent_values)
+
+
+def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx.Node]:
+    """The values of a wiring that differ by rank."""
+    owners = [name.split(".")[:-1] for name, p in parameters.items() if p.ranges is not None]
+    prefixes = {".".join(parts[:i]) for parts in owners for i in range(1, len(parts) + 1)}
+    local: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or ends_collective(node):
+            continue
+        split = node.op == "call_module" and str(node.target) in prefixes
+        if split or node.target is ops.copy_to_group or any(n in local for n in node.all_input_nodes):
+            local.add(node)
+    return local
+
+
+def quantized(collectives: Iterable[Collective]) -> QuantizedTraffic | None:
+    """Totals of the quantized ones among some collectives; None where all are exact."""
+    items = [c for c in collectives if c.format is not None]
+    if not items:
+        return None
+    first = items[0]
+    return QuantizedTraffic(
+        " and ".join(dict.fromkeys(str(c.format) for c in items)),  # layers may differ
+        first.min_bytes,
+        max(1, *(-(-c.min_bytes // c.exact_bytes_per_token) for c in items)),
+        len(items),
+        sum(c.bytes_per_token for c in items),
+        sum(c.exact_bytes_per_token for c in items),
+    )
+
+
+def sent_bytes(elements: int, ranks: int, format: str) -> int:
+    """Bytes that a rank sends to others, and receives, in the quantized all-reduce of a tensor, exactly."""
+    parsed = parse_format(format)
+    return 2 * (ranks - 1) * parsed.payload_bytes(slice_length(elements, ranks, parsed))
+
+
+def _payload_per_token(width: int, name: str) -> int:
+    """Bytes of codes and scales (16 bits, one a block) of a token's elements, rounded up."""
+    format = parse_format(name)
+    return -(-width * (format.block * format.bits + 16) // (8 * format.block))
+
+
+def summary(collectives: Iterable[Collective]) -> CollectiveTraffic:
+    """Counts and bytes of some collectives together."""
+    items = list(collectives)
+    exposed = [c for c in items if not c.hidden]
+    return CollectiveTraffic(
+        len(items),
+        len(exposed),
+        len(items) - len(exposed),
+        sum(c.bytes_per_token for c in items),
+        sum(c.bytes_per_token for c in exposed),
+    )
+
+
+def by_place(collectives: Iterable[Collective]) -> dict[str, CollectiveTraffic]:
+    """The same per place: blocks, inside of blocks, embedding, head."""
+    items = list(collectives)
+    return {place: summary(c for c in items if c.place == place) for place in dict.fromkeys(c.place for c in items)}
+
+
+def by_layer(collectives: Iterable[Collective]) -> Mapping[int, CollectiveTraffic]:
+    """The same per decoder layer."""
+    items = list(collectives)
+    layers = sorted({c.layer for c in items if c.layer is not None})
+    return {layer: summary(c for c in items if c.layer == layer) for layer in layers}
+
+
+def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
+    """(width, bytes per token) of each collective inside a module; norm statistics are always fp32."""
+    for _, node in nodes_inside(module):
+        if sends(node):
+            value = node.meta["val"]
+            width = math.prod(int(s) for s in value.shape if not isinstance(s, torch.SymInt))
+            yield width, width * (value.dtype.itemsize if value.dtype == torch.float32 else size)
+
+
+def producer(node: fx.Node) -> str:
+    """The module that made what is reduced; for a sum of several, the first one's layer or path."""
+    sources = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" else n.all_input_nodes)
+    return " + ".join(dict.fromkeys(str(n.target) for n in sources if n.op == "call_module"))
+
+
+def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node]:
+    """The starts of a wiring with another module's matrix products between them and their wait."""
+    hidden: set[fx.Node] = set()
+    computed = 0  # how many modules with matrix products ran so far
+    at: dict[fx.Node, int] = {}
+    working: dict[int, bool] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            module = modules[str(node.target)]
+            computed += working.setdefault(id(module), computes(module))
+        elif node.target is ops.all_reduce_start:
+            at[node] = computed
+        elif node.target is ops.all_reduce_wait and computed > at[args_of(node)[0]]:
+            hidden.add(args_of(node)[0])
+    return hidden

@@ -1,0 +1,215 @@
+"""The vocabulary of the IR: what attention, experts and collectives mean, in plain PyTorch.
+
+Each function is the specification of a node of a `Program`: slow, exact, on one device. The runtime implements the same
+contracts on many ranks; tests compare the two. `attention_mask`, `sequence_plan` and `token_layout` define positions.
+
+Shape suffixes: B batch, S query length, T key length, H query heads, K key/value heads, D head size of q and k, E head
+size of v, N tokens, X experts, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from rewriter.ir.attention_mask import MaskKind as MaskKind
+from rewriter.ir.attention_mask import MaskSpec as MaskSpec
+from rewriter.ir.sequence_plan import SequenceKind as SequenceKind
+from rewriter.ir.sequence_plan import SequencePlan as SequencePlan
+
+
+def attention(
+    q_BHSD: torch.Tensor,
+    k_BKTD: torch.Tensor,
+    v_BKTE: torch.Tensor,
+    ctx: Any,
+    *,
+    slot: int | str,
+    mask: MaskSpec,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sequence: SequencePlan | None = None,
+) -> torch.Tensor:
+    """softmax(scale · q kᵀ + bias) v over the keys that `mask` shows, softmax in fp32; returns o_BHSE.
+
+    Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H]
+    adds one logit per head that takes probability and returns nothing. `ctx` is ignored here: without a cache every
+    call sees all tokens from position 0. `slot` names the cache entry of this call. With `sequence`, q, k and v are
+    those of a rank's tokens and keys of all ranks are seen; here all tokens are given, and it changes nothing.
+    """
+    del ctx, slot, sequence
+    groups = q_BHSD.shape[1] // k_BKTD.shape[1]
+    k_BHTD, v_BHTE = k_BKTD.repeat_interleave(groups, 1), v_BKTE.repeat_interleave(groups, 1)
+    scores = q_BHSD @ k_BHTD.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    positions = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
+    scores = scores.masked_fill(~mask.visible(positions, positions), torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)
+    return weights[..., : k_BKTD.shape[2]] @ v_BHTE
+
+
+def additive_mask(like: torch.Tensor, ctx: Any = None, *, mask: MaskSpec) -> torch.Tensor:
+    """The mask [B, 1, S, S] to add to scores, in the dtype of `like` [B, S, ...]: 0 where seen, else its lowest number.
+
+    It stands where a model computes with its mask itself. Without a cache: with one, `ctx` is refused at run time.
+    """
+    del ctx
+    positions = torch.arange(like.shape[1], device=like.device)
+    seen = mask.visible(positions, positions).expand(like.shape[0], 1, -1, -1)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, torch.finfo(like.dtype).min)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+ExpertLayout = Literal["concatenated", "interleaved", "ungated"]
+
+
+def gated(
+    h: torch.Tensor,
+    *,
+    act: str,
+    layout: ExpertLayout = "concatenated",
+    limit: float | None = None,
+    slope: float = 1.0,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """act(gate) · (up + offset) of an expert's first projection h [..., 2I], or act(h) where it is "ungated".
+
+    `layout` says where gate and up are: in two halves, or in turns. `limit` bounds gate from above and up on both
+    sides. `slope` is the factor inside the sigmoid of "silu".
+    """
+    function = ACTIVATIONS[act] if slope == 1.0 else lambda x: x * torch.sigmoid(slope * x)
+    if layout == "ungated":
+        return function(h)
+    gate, up = h.chunk(2, dim=-1) if layout == "concatenated" else (h[..., ::2], h[..., 1::2])
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return function(gate) * (up + offset if offset else up)
+
+
+def experts(
+    x_NC: torch.Tensor,
+    index_NK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    up_X2IC: torch.Tensor,
+    down_XCI: torch.Tensor,
+    up_bias_X2I: torch.Tensor | None = None,
+    down_bias_XC: torch.Tensor | None = None,
+    *,
+    transposed: bool = False,
+    **gate: Any,
+) -> torch.Tensor:
+    """Σ_k weight[n, k] · down(gated(up(x))) with expert index[n, k]; `gate` are the options of `gated`.
+
+    `transposed`: projections are [X, in, out]. Indices outside 0…X-1 add nothing (transformers' sentinel
+    for dropped tokens). Returns [N, C].
+    """
+    out = torch.zeros_like(x_NC)
+    for expert in range(up_X2IC.shape[0]):
+        token, choice = torch.where(index_NK == expert)
+        up, down = (w[expert].T if transposed else w[expert] for w in (up_X2IC, down_XCI))
+        up_bias, down_bias = (None if b is None else b[expert] for b in (up_bias_X2I, down_bias_XC))
+        y = F.linear(gated(F.linear(x_NC[token], up, up_bias), **gate), down, down_bias)
+        out = out.index_add(0, token, (y * weight_NK[token, choice, None]).to(out.dtype))
+    return out
+
+
+def type_as_model(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`x` in the model's dtype: the one of `like`, an input or parameter of the same body."""
+    return x.to(like.dtype)
+
+
+def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
+    """The identity: a Program computes in eval mode. Kept so that an adapted checkpoint trains as its source does."""
+    del p
+    return x
+
+
+# --- collectives on a named mesh axis. On one device each is the identity; `simulate` gives them their meaning ---
+
+
+def all_reduce(x: torch.Tensor, axis: str, *, format: str | None = None, min_bytes: int = 0) -> torch.Tensor:
+    """Sum over the ranks of `axis`; its gradient is the identity.
+
+    With a `format` of `rewriter.kernels`, of an `x` of `min_bytes` bytes or more: the flat tensor is padded with zeros
+    and cut into a slice per rank, equal and of whole blocks. The owner of a slice adds its own part, as it is, to the
+    parts of the others, dequantized; the sum, in fp32, is quantized again, and what that dequantizes to is every rank's
+    result.
+    """
+    return x
+
+
+def all_reduce_start(x: torch.Tensor, axis: str, *, format: str | None = None, min_bytes: int = 0) -> torch.Tensor:
+    """Begin `all_reduce` in place on the partial `x`; only `all_reduce_wait` may use the result."""
+    return x
+
+
+def all_reduce_wait(pending: torch.Tensor) -> torch.Tensor:
+    """The sum that `all_reduce_start` began."""
+    return pending
+
+
+def copy_to_group(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """The identity; its gradient is an all-reduce. Stands where a replicated value enters rank-local computation."""
+    return x
+
+
+def agreed(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """`x` that every rank computed alike, as one value of all; its gradient is an equal part on each rank.
+
+    Follows a module whose input was copied to the group because it has values of each rank's own as well.
+    """
+    return x
+
+
+def all_gather(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    """Shards concatenated along `dim`; its gradient is the rank's own slice."""
+    return x
+
+
+def repeat_shard(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    """A rank's own shard in place of every other's: `all_gather` without communication, for timing only."""
+    return x
+
+
+def own_shard(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    """A rank's own equal run of the replicated `x` along `dim`."""
+    return x
+
+
+def shard_tokens(x: torch.Tensor, axis: str, plan: SequencePlan) -> torch.Tensor:
+    """A rank's own tokens of `x` [B, S, ...], padded at the right with zeros to `plan.multiple`."""
+    return x
+
+
+def gather_tokens(x: torch.Tensor, axis: str, plan: SequencePlan) -> torch.Tensor:
+    """All tokens of `x` [B, n, ...] in their order, without padding; its gradient is the rank's own tokens'."""
+    return x
+
+
+def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
+    """Rows of a vocabulary-sharded table; ids of other ranks give zeros, so the result is Partial over `axis`. The row
+    of `padding_idx`, -1 for none, has no gradient."""
+    return F.embedding(ids, weight, padding_idx if padding_idx >= 0 else None)
+
+
+COLLECTIVES = frozenset({all_reduce, all_reduce_start, all_gather})

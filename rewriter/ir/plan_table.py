@@ -1,0 +1,76 @@
+"""The plan of a program's layers as plain text: what `rewrite inspect --plan` prints, and golden files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rewriter.ir import Program
+from rewriter.ir.layer_plan import BlockPlan, LayerGroup, ModulePlan, grouped, layer_plans, module_plans
+
+
+def plan_text(program: Program) -> str:
+    """Each group of equal layers: what its blocks read, what becomes of their sums, what crosses to the next layer, and
+    how ranks hold every tensor. Tensors are listed again only where they differ from the group before."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in program.mesh.items()) or "one device"
+    lines = [f"{program.source.model_type}, {program.source.num_layers} layers, {mesh}"]
+    before: list[ModulePlan] = []
+    for group in grouped(layer_plans(program)):
+        lines += ["", *_group(group)]
+        tensors = module_plans(program, group.first)
+        if tensors != before:
+            lines += ["", *_tensors(tensors)]
+        before = tensors
+    return "\n".join(lines) + "\n"
+
+
+def reads(block: BlockPlan) -> str:
+    """ "x", "x of 1 block before", with "+ own part" where the block reads what its rank has added since."""
+    late = max(block.late, default=0)
+    return (
+        f"x of {late} block{'s' * (late > 1)} before" * bool(late) + "x" * (not late) + " + own part" * block.own_part
+    )
+
+
+def _sum(block: BlockPlan) -> str:
+    """Fate of the sum over ranks of a block's output."""
+    if block.reduction == "hidden":
+        return f"behind {block.meanwhile} block{'s' * (block.meanwhile > 1)}"
+    return {"none": "–", "exposed": "at once", "dropped": "left out"}[block.reduction]
+
+
+def _group(group: LayerGroup) -> list[str]:
+    rows = [
+        (
+            block.name,
+            block.mode.label,
+            reads(block),
+            _sum(block),
+            block.split,
+            "differs" if block.ranks_differ else "same",
+        )
+        for block in group.plan.blocks
+    ]
+    head = ("block", "mode", "reads", "sum over ranks", "weights", "x after it, by rank")
+    plan = group.plan
+    traffic = f"{plan.collectives} collectives ({plan.hidden} hidden), {plan.bytes_per_token:,} bytes a token"
+    return [
+        group.label + (f": {traffic}" if plan.collectives else ""),
+        *_aligned([head, *rows]),
+        f"  to the next layer: {'; '.join(plan.crosses)}",
+    ]
+
+
+def _tensors(tensors: Sequence[ModulePlan]) -> list[str]:
+    rows = [(t.path, t.kind, t.sharding, _size(t.on_rank), _size(t.full)) for t in tensors]
+    return _aligned([("tensor", "module", "split", "on a rank", "of"), *rows])
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

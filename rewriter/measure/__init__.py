@@ -1,0 +1,1 @@
+"""Measurements on real weights and text: drift, sensitivity, affinity."""

@@ -1,0 +1,222 @@
+"""Heads and channels that belong on one rank, measured on real weights: the input of `permute`.
+
+Where a rank has its own residual, each unit u (a head, a channel) reads a value x_r that lacks what
+other ranks have added, instead of x. Its block's output is then wrong by Σ_u (h_u(x_r(u)) − h_u(x)) W_u: h_u are the
+unit's activations, W_u its rows of the exit projection, r(u) its rank. The units are assigned to ranks of equal size so
+that the mean square of this error is small on a text: each unit goes where the rank's own residual holds what it reads.
+
+Blocks are arranged in the order of the model, during one forward pass of all ranks: what a block reads already comes
+from the arranged blocks before it. What a block writes for later ones is not weighed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Module, Program, walk_modules
+from rewriter.ir.simulate import RankValues, Simulator, load_weights
+from rewriter.measure.drift import DriftSums, other_weights, windows
+from rewriter.measure.unit_assignment import assign_units
+from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.permute import DIGITS, moved_units, order_of
+from rewriter.passes.placement.permutable_units import PermutableUnits, permutable_units
+from rewriter.passes.placement.projections import is_row_split
+from rewriter.recipes.apply import apply_recipe
+
+if TYPE_CHECKING:
+    from rewriter.recipes import Recipe
+
+_FEWEST = 8
+
+
+@dataclass(frozen=True)
+class Affinity:
+    """`ranks` by block, as `Permute.ranks`; empty where the order on disk is kept.
+
+    `before` and `after` are drifts, KL in nats per token, of the order on disk and of the one that was found, whether
+    or not it is better, on the tokens that it was not searched with. `left` are the blocks that could not be measured.
+    """
+
+    ranks: Mapping[str, str]
+    before: float
+    after: float
+    left: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        text = f"KL of the tokens held back {self.before:.4f} in the order on disk, {self.after:.4f} in the one found"
+        if self.before == self.after:
+            text = "no other order was found"
+        elif not self.ranks:
+            text += ", which is not taken"
+        more = f" and {len(self.left) - 1} more" if len(self.left) > 1 else ""
+        return text + (f"; not measured: {self.left[0]}{more}" if self.left else "")
+
+
+def measurable(program: Program, recipe: Recipe, ranks: int) -> Program | None:
+    """`program` (as traced) after the passes of `recipe` that say what ranks compute; None where all compute the same.
+
+    None, too, for a recipe that cannot be applied: whoever applies it says why.
+    """
+    runtime = {p.name for p in recipe.build() if p.scope == "runtime" and not p.makes_partials}
+    try:
+        rewritten, _ = apply_recipe(program, recipe, ranks, disable=runtime)
+    except RewriterError:
+        return None
+    return None if bound_ranks(rewritten) is None else single_device(rewritten)
+
+
+@torch.no_grad()
+def affinity(
+    program: Program,
+    rewritten: Program,
+    tokens: torch.Tensor,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    progress: Callable[..., None] = lambda *_: None,
+) -> Affinity:
+    """The dealing of units to ranks for `rewritten`, what `measurable` makes of `program` (as traced).
+
+    `tokens`, int64 [T], are read in windows as `drift` reads them. The last quarter is held back: the order is kept
+    only where it lowers the drift of the whole model there, and on the others too. `weights` are full fp32 tensors of
+    `program` by runtime name; by default the checkpoint is read. Raises RewriterError for fewer than 8 tokens.
+    """
+    if len(tokens) < _FEWEST:
+        raise RewriterError(f"permute: {len(tokens)} tokens to measure with; at least {_FEWEST} are needed")
+    if weights is None:
+        weights = load_weights(program, torch.float32)
+    searched, held_back = tokens.split([len(tokens) - len(tokens) // 4, len(tokens) // 4])
+    pieces = windows(program, searched)
+    length = len(searched) // len(pieces)  # all windows at once, so of one length
+    batch = searched[: len(pieces) * length].reshape(len(pieces), length)
+    known = other_weights(rewritten, program, weights)
+    exits, left = exits_of(program)
+    original = Recording(program, weights, set(exits))
+    original.run(batch)
+    arranging = Arranging(rewritten, dict(known), original, exits, progress)
+    arranging.run(batch)
+    assigned = {path: ranks for path, ranks in arranging.assigned.items() if moved_units(ranks)}
+    if not assigned:
+        return Affinity({}, 0.0, 0.0, left)
+    lower, best = True, (0.0, 0.0)
+    for part in (pieces, windows(program, held_back)):
+        before, after = DriftSums(), DriftSums()
+        for place, piece in enumerate(part):
+            progress("measuring what another order of heads and channels changes", place, len(part))
+            logits = Simulator(program, weights).run(piece[None])[0][0]
+            before.add(piece, logits, Simulator(rewritten, known).run(piece[None])[0][0])
+            after.add(piece, logits, Simulator(rewritten, arranging.arranged).run(piece[None])[0][0])
+        lower, best = lower and after.kl < before.kl, (before.kl, after.kl)
+    return Affinity(assigned if lower else {}, *best, left)
+
+
+def reordered(
+    weights: Mapping[str, torch.Tensor], block: PermutableUnits, order: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """The full tensors of `block`, by runtime name, with unit order[i] at place i."""
+    result = {}
+    for name, shard in block.places.items():
+        index = block.index(name, order, weights[name].shape[shard.dim])
+        result[name] = weights[name].index_select(shard.dim, torch.tensor(index))
+    return result
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The projection that a block's units leave by, and the columns of its inputs, those of unit 0 first."""
+
+    block: PermutableUnits
+    path: str
+    dim: int
+    columns: torch.Tensor
+
+
+def exits_of(program: Program) -> tuple[dict[str, Exit], list[str]]:
+    """(by path, the blocks that can be measured; the paths of those that cannot).
+
+    Those are blocks whose output is not made by one projection inside them: experts, MLPs told out in the layer.
+    """
+    modules = dict(walk_modules(program.modules))
+    by_path: dict[str, Exit] = {}
+    left: list[str] = []
+    for block in permutable_units(program):
+        if block.reason is not None:
+            continue  # the pass says so itself
+        exits = []
+        for name, shard in block.places.items():
+            owner, _, parameter = name.rpartition(".")
+            if parameter == "weight" and is_row_split(modules.get(owner), shard.dim):
+                columns = [place for unit in shard.ranges for start, stop in unit for place in range(start, stop)]
+                exits.append(Exit(block, owner, shard.dim, torch.tensor(columns)))
+        if len(exits) == 1 and exits[0].path != block.path:
+            by_path[block.path] = exits[0]
+        else:
+            left.append(block.path)
+    return by_path, left
+
+
+class Recording(Simulator):
+    """The original model: keeps what the measured blocks read, and what reaches their exits."""
+
+    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], paths: set[str]) -> None:
+        super().__init__(program, weights)
+        self.paths, self.exit = paths, ""
+        self.read: dict[str, list[Any]] = {}
+        self.activations = torch.empty(0)
+
+    def _module(self, module: Module, path: str, inputs: list[Any]) -> Any:
+        if path in self.paths and not self.exit:
+            self.read[path] = [values[0][0] for values in inputs]
+        return super()._module(module, path, inputs)
+
+    def _leaf(self, module: Any, path: str, inputs: list[RankValues]) -> RankValues:
+        if path == self.exit:
+            self.activations = inputs[0][0]
+        return super()._leaf(module, path, inputs)
+
+    def units(self, exit: Exit, inputs: Sequence[Any]) -> torch.Tensor:
+        """Activations [tokens, units · width] of one block, given `inputs`; those of unit 0 first."""
+        self.exit = exit.path
+        path = exit.block.path
+        self._module(self.program.modules[path], path, [(RankValues((value,)),) for value in inputs])
+        self.exit = ""
+        return self.activations.flatten(0, -2)[:, exit.columns]
+
+
+class Arranging(Simulator):
+    """All ranks: before a block computes with values that differ by rank, its units are assigned to them."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: MutableMapping[str, torch.Tensor],
+        original: Recording,
+        exits: Mapping[str, Exit],
+        progress: Callable[..., None],
+    ) -> None:
+        super().__init__(program, weights)
+        self.arranged, self.original, self.exits, self.progress = weights, original, exits, progress
+        self.assigned: dict[str, str] = {}
+
+    def _module(self, module: Module, path: str, inputs: list[Any]) -> Any:
+        exit = self.exits.get(path)
+        own = any(not values[0].replicated for values in inputs)
+        if exit is not None and own and exit.block.count % self.ranks == 0 and exit.block.count > self.ranks:
+            self.progress("measuring which heads and channels fit together", len(self.assigned), len(self.exits))
+            ranks = self._ranks(exit, inputs)
+            self.assigned[path] = ranks
+            self.arranged.update(reordered(self.arranged, exit.block, order_of(ranks)))
+        return super()._module(module, path, inputs)
+
+    def _ranks(self, exit: Exit, inputs: list[Any]) -> str:
+        """The rank of each unit of a block that is given `inputs`, as `Permute.ranks` has it."""
+        true = self.original.units(exit, self.original.read[exit.block.path])
+        errors = torch.stack(
+            [self.original.units(exit, [values[0][rank] for values in inputs]) - true for rank in range(self.ranks)]
+        )
+        weight = self.original.weights[f"{exit.path}.weight"].movedim(exit.dim, 0)[exit.columns]
+        return "".join(DIGITS[rank] for rank in assign_units(errors, weight, exit.block.count))

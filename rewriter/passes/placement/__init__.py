@@ -1,0 +1,1 @@
+"""Splitting bodies over ranks: entry projections by output, exit projections by input."""

@@ -1,0 +1,169 @@
+"""Splits one body over ranks: entry projections by output (heads whole), exit projections by input.
+
+The result is a body of local sizes whose output is Partial: the sum over ranks is the original output. Values are
+Replicated, Shard(dim) or Partial. The walk is here: it finds the exits, labels the units of attention and of the exits,
+and applies a rule (`placement_rules`) to each node.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from rewriter.ir import Body, Leaf, args_of, called_module, ops
+from rewriter.ir.labels import Unsplittable, reduced_shape, tensor_inputs, value_of
+from rewriter.ir.op_semantics import function_of, is_movement, is_pointwise
+from rewriter.passes.placement.placement_rules import is_linear, place_call, place_function, place_product
+from rewriter.passes.placement.placement_state import PlacementState, SplitBody, name_of, reads_values
+from rewriter.passes.placement.projections import is_projection, product_of
+from rewriter.passes.placement.units import Units
+
+
+def split_body(body: Body, ranks: int) -> SplitBody:
+    """`body` for one of `ranks` ranks, with a Partial output. Raises Unsplittable with the reason in words."""
+    state = PlacementState(body, Units(ranks))
+    if body.outputs != 1:
+        raise Unsplittable("it returns several tensors")
+    exits = _exits(state)
+    _label_attention(state)
+    state.labels.propagate()
+    for node in exits:
+        _label_exit(state, node)
+    _label_modules(state)
+    state.find_sharded()
+    _find_local(state)
+    for node in list(state.graph.nodes):
+        _place(state, node, set(exits))
+    if args_of(state.graph.output_node())[0] not in state.partial:
+        raise Unsplittable("its output is not a sum over heads or channels")
+    return state.result()
+
+
+def _place(state: PlacementState, node: fx.Node, exits: set[fx.Node]) -> None:
+    sharded = state.sharded
+    if node.op == "placeholder" and node in sharded:
+        raise Unsplittable(f"its input {node.name} would be split")
+    if node.op == "get_attr" and node in sharded:
+        if str(node.target) in state.body.buffers:
+            raise Unsplittable(f"its constant {node.target} would be split")
+        state.shards[str(node.target)] = state.shard(node)
+    elif node.op == "call_module":
+        place_call(state, node, exits)
+    elif (product := product_of(node)) is not None and (
+        node in sharded or product.source in sharded or product.source in state.partial
+    ):
+        place_product(state, node, product, exits)
+    elif node.op == "call_function":
+        place_function(state, node)
+
+
+def _find_local(state: PlacementState) -> None:
+    """The one key/value head of a fused projection is no shard, but every rank computes it from its own copy."""
+    for node in state.graph.nodes:
+        through = is_movement(node) or is_pointwise(node)
+        if node in state.sharded or (through and any(n in state.local for n in tensor_inputs(node))):
+            state.local.add(node)
+
+
+# --- where the output is made ----------------------------------------------------------------------------------------
+
+
+def _exits(state: PlacementState) -> list[fx.Node]:
+    """The projections (or experts) whose outputs are summed up to the body's output."""
+    exits: list[fx.Node] = []
+    todo = [args_of(state.graph.output_node())[0]]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, fx.Node):
+            continue
+        if _is_projection(state, node) or _is_product(state, node):
+            exits.append(node)
+        elif function_of(node) == "add":
+            todo += node.all_input_nodes
+        elif is_movement(node) or is_linear(node):
+            todo += [n for n in tensor_inputs(node) if _reaches_projection(state, n)]
+        elif node.op == "placeholder":
+            raise Unsplittable("its output adds its own input")
+        else:
+            raise Unsplittable(f"its output is made by {name_of(node)}, not by a projection")
+    if not exits:
+        raise Unsplittable("no projection makes its output")
+    return exits
+
+
+def _reaches_projection(state: PlacementState, node: fx.Node) -> bool:
+    """Whether linear operators alone lead from a projection to `node` (a gate in front of a sum is none)."""
+    if node.op == "call_module":  # a projection to one number per token scales a sum; it is not one of the summands
+        return _is_projection(state, node) and reduced_shape(value_of(node))[-1] != 1
+    if _is_product(state, node):
+        return True
+    through = is_movement(node) or is_linear(node) or function_of(node) == "add"
+    return through and any(_reaches_projection(state, n) for n in tensor_inputs(node))
+
+
+def _is_projection(state: PlacementState, node: fx.Node) -> bool:
+    return is_projection(called_module(node, state.body.modules))
+
+
+def _is_product(state: PlacementState, node: fx.Node) -> bool:
+    """Whether a node projects by parameters of the body itself, and does not only scale."""
+    product = product_of(node)
+    return node.target is ops.experts or (
+        product is not None
+        and str(product.weight.target) in state.body.parameters
+        and value_of(product.weight).shape[product.exit] != 1
+    )
+
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+def _label_attention(state: PlacementState) -> None:
+    for node in state.graph.nodes:
+        if node.target is not ops.attention:
+            continue
+        q, k, v = args_of(node)[:3]
+        heads, kv_heads = reduced_shape(value_of(q))[1], reduced_shape(value_of(k))[1]
+        first = state.units.channels(heads, "query heads")
+        by_head = torch.arange(first, first + heads)
+        _set_heads(state, q, by_head)
+        _set_heads(state, node, by_head)
+        if isinstance(sinks := node.kwargs.get("sinks"), fx.Node):
+            state.labels.set(sinks, by_head)
+        # one key/value head per query head is the same unit: fused projections interleave them
+        first_kv = first if kv_heads == heads else state.units.key_value_heads(heads, kv_heads)
+        if first_kv is not None:
+            for operand in (k, v):
+                _set_heads(state, operand, torch.arange(first_kv, first_kv + kv_heads))
+
+
+def _set_heads(state: PlacementState, node: fx.Node, heads: torch.Tensor) -> None:
+    state.labels.set(node, heads.reshape(1, -1, 1, 1).expand(reduced_shape(value_of(node))))
+
+
+def _label_exit(state: PlacementState, node: fx.Node) -> None:
+    source = args_of(node)[0]
+    if node.target is not ops.experts and source not in state.labels.of:
+        shape = reduced_shape(value_of(source))
+        first = state.units.channels(shape[-1], "channels")
+        state.labels.set(source, torch.arange(first, first + shape[-1]).expand(shape))
+        state.labels.propagate()
+
+
+def _label_modules(state: PlacementState) -> None:
+    """Labels agree on both sides of a call of a small body (a norm), until nothing changes."""
+    known = -1
+    while known != len(state.labels.of):
+        known = len(state.labels.of)
+        for node in state.graph.nodes:
+            module = called_module(node, state.modules)
+            norm = isinstance(module, Leaf) and module.kind == "LayerNorm"
+            if not norm and not (isinstance(module, Body) and reads_values(module)):
+                continue
+            before, labels, source = len(state.labels.of), state.labels.of.get(node), args_of(node)[0]
+            if labels is not None:
+                state.labels.set(source, labels)
+            elif source in state.labels.of:
+                state.labels.set(node, state.labels.of[source])
+            if len(state.labels.of) != before:
+                state.labels.propagate()

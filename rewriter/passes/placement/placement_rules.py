@@ -1,0 +1,340 @@
+"""Rules for nodes whose values are split over ranks: one rule per kind of node.
+
+A rule reads which values are sharded, partial or local (`PlacementState`), edits the graph in place, and raises
+Unsplittable with the reason in words. A replicated value that enters rank-local computation passes `copy_to_group`,
+whose gradient is an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from rewriter.ir import Body, Leaf, args_of, ops, placeholders
+from rewriter.ir.labels import Unsplittable, reduced_shape, tensor_inputs, value_of, varying_dim
+from rewriter.ir.marks import mark
+from rewriter.ir.op_semantics import (
+    argument,
+    aten,
+    function_of,
+    is_movement,
+    is_pointwise,
+    is_sum,
+    kind_of,
+    operator_of,
+)
+from rewriter.passes.placement.placement_state import PlacementState, Split, name_of, reads_values
+from rewriter.passes.placement.projections import Product, Shard, column_parallel, held, is_projection, row_parallel
+from rewriter.passes.placement.units import AXIS, Ranges, equal_runs
+
+
+def is_linear(node: fx.Node) -> bool:
+    """Whether a sum over ranks may be taken after a node as well as before it: linear in its first tensor."""
+    row = operator_of(node)
+    return is_sum(node) or (row is not None and (row.kind == "cast" or row.function in ("mul", "div", "neg")))
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+
+def place_call(state: PlacementState, node: fx.Node, exits: Collection[fx.Node]) -> None:
+    """A module: a projection is split by its outputs, or by its inputs where it makes the body's output."""
+    path = str(node.target)
+    module = state.modules[path]
+    source = args_of(node)[0]
+    if is_projection(module):
+        _place_projection(state, node, exits)
+    elif isinstance(module, Leaf) and module.kind == "LayerNorm" and _beside_heads(state, node):
+        state.modules[path] = replace(module, options={**module.options, "entered": True})
+    elif isinstance(module, Body) and not reads_values(module):
+        if source in state.sharded:
+            _lend_dtype(state, node, module)
+    elif node in state.sharded or source in state.sharded:
+        if not isinstance(module, Body):
+            raise Unsplittable(f"{path} ({getattr(module, 'kind', module)}) normalises over split channels")
+        inner = split_inner(state, module, source)
+        state.replace(path, (inner.result().body, inner.shards))
+    elif any(n in state.partial for n in node.all_input_nodes):
+        raise Unsplittable(f"{path} reads a sum that is not complete")
+
+
+def _place_projection(state: PlacementState, node: fx.Node, exits: Collection[fx.Node]) -> None:
+    path = str(node.target)
+    module, source = state.modules[path], args_of(node)[0]
+    assert isinstance(module, Leaf)
+    if node in exits and source in state.sharded:
+        state.replace(path, row_parallel(module, state.sharded[source][1]))
+        state.partial.add(node)
+    elif node in state.sharded:
+        if source in state.sharded:
+            raise Unsplittable(f"{path} is both an entry and an exit")
+        state.replace(path, column_parallel(module, state.sharded[node][1], state.shared(node)))
+        state.copy_to_group(node, source)
+    elif source in state.sharded or source in state.partial:
+        raise Unsplittable(f"{path} reads split values and its output is not summed")
+
+
+def _beside_heads(state: PlacementState, node: fx.Node) -> bool:
+    """Whether a module works along the last dimension of values that are split along another."""
+    labels = state.labels.of.get(node)
+    return labels is not None and varying_dim(labels) not in (None, labels.dim() - 1)
+
+
+def _lend_dtype(state: PlacementState, node: fx.Node, module: Body) -> None:
+    """A rotary embedding reads a value's dtype alone: give it the body's own input instead of a split value."""
+    source, given = args_of(node)[0], placeholders(state.graph)[0]
+    asked = placeholders(module.graph)[0].users
+    if value_of(given).dtype != value_of(source).dtype or any(u.target is aten.sym_size.int for u in asked):
+        raise Unsplittable(f"{node.target} asks for the sizes of split heads or channels")
+    node.args = (given, *args_of(node)[1:])
+
+
+def split_inner(outer: PlacementState, body: Body, source: fx.Node) -> PlacementState:
+    """A small body (a norm) whose one input, `source` outside, is split; its output is split alike.
+
+    A mean over the split dimension becomes the mean of the ranks' means, by one small all-reduce.
+    """
+    state = PlacementState(body, outer.units)
+    state.labels.set(placeholders(state.graph)[0], outer.labels.of[source])
+    state.labels.propagate()
+    state.find_sharded()
+    for node in list(state.graph.nodes):
+        if node.op == "get_attr" and node in state.sharded:
+            state.shards[str(node.target)] = state.shard(node)
+        elif node.op == "call_module":
+            raise Unsplittable(f"{body.class_name} calls {node.target} on split channels")
+        elif node.op == "call_function":
+            place_function(state, node)
+    if args_of(state.graph.output_node())[0] not in state.sharded:
+        raise Unsplittable(f"{body.class_name} mixes split heads or channels")
+    return state
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def place_function(state: PlacementState, node: fx.Node) -> None:
+    """An operator that is no product with a parameter."""
+    inputs = tensor_inputs(node)
+    if node.target is ops.experts:
+        _place_experts(state, node)
+    elif any(n in state.partial for n in inputs):
+        _place_linear(state, node, inputs)
+    elif node.target is ops.attention:
+        _place_attention(state, node, inputs)
+    elif node.target is aten.stack.default and node in state.sharded and not state.sharded.keys() & set(inputs):
+        _take_own(state, node)
+    elif is_movement(node):
+        localize(node, state.sharded)
+    elif is_sum(node):
+        reduce_over_ranks(node, state.sharded, state.ranks, state.copies(node))
+    elif any(n in state.sharded or n in state.local for n in inputs):
+        beside = kind_of(node) == "normalization" and node in state.sharded  # along dimensions that are whole
+        if not is_pointwise(node) and not beside and node not in state.local:
+            raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
+        state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
+
+
+def _place_attention(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
+    if node not in state.sharded:
+        return
+    state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
+    _split_bias(state, node)
+    mark(node, local_q_heads=held(state.sharded[node][1]))
+    if (keys := args_of(node)[1]) in state.sharded:
+        mark(node, local_kv_heads=held(state.sharded[keys][1]))
+
+
+def _split_bias(state: PlacementState, node: fx.Node) -> None:
+    """Each rank adds the part of a position bias that is for its own heads."""
+    bias = node.kwargs.get("bias")
+    if not isinstance(bias, fx.Node) or bias in state.sharded or value_of(bias).dim() < 3:
+        return
+    dim = value_of(bias).dim() - 3
+    if value_of(bias).shape[dim] != reduced_shape(value_of(node))[1]:
+        return  # one for all heads
+    with state.graph.inserting_before(node):
+        own = state.graph.call_function(ops.own_shard, (bias, AXIS, dim))
+    own.meta["val"] = value_of(bias).narrow(dim, 0, value_of(bias).shape[dim] // state.ranks)
+    node.kwargs = {**node.kwargs, "bias": own}
+
+
+def _take_own(state: PlacementState, node: fx.Node) -> None:
+    """Stacks of whole values of which a rank needs its own part: parameters of single heads."""
+    dim, ranges = split = state.sharded.pop(node)
+    state.local.discard(node)
+    users, whole, size = list(node.users), node, int(value_of(node).shape[dim])
+    if size < state.ranks and state.ranks % size == 0:  # key/value heads that several ranks hold
+        whole = _after(node, aten.repeat_interleave.self_int, state.ranks // size, dim)
+        whole.meta["val"] = value_of(node).repeat_interleave(state.ranks // size, dim)
+    held_alike = tuple(((rank * size // state.ranks, rank * size // state.ranks + 1),) for rank in range(state.ranks))
+    if ranges != (equal_runs(size, state.ranks) if whole is node else held_alike):
+        raise Unsplittable(f"{size} heads with parameters of their own are not in equal runs on {state.ranks} ranks")
+    own = _after(whole, ops.own_shard, AXIS, dim)
+    own.meta["val"] = value_of(whole).narrow(dim, 0, max(1, size // state.ranks))
+    state.sharded[own] = split
+    state.local.add(own)
+    state.copy_to_group(own, whole)
+    for user in users:
+        user.replace_input_with(node, own)
+
+
+def _place_linear(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
+    """An operator that reads partial sums: its result is one, too, where it is linear in them."""
+    summands = [n for n in inputs if n in state.partial]
+    function = function_of(node)
+    if function == "add":
+        if len(summands) != len(inputs):
+            raise Unsplittable(f"{name_of(node)} adds a complete value to a sum over ranks")
+    elif is_linear(node) and len(summands) == 1 and (function != "div" or args_of(node)[0] in summands):
+        state.copy_to_group(node, *(n for n in inputs if n not in summands))
+    elif not is_movement(node):
+        raise Unsplittable(f"{name_of(node)} is not linear and reads a sum that is not complete")
+    state.partial.add(node)
+
+
+def place_product(state: PlacementState, node: fx.Node, product: Product, exits: Collection[fx.Node]) -> None:
+    """A product with a parameter of the body itself, split as a projection is: by output or by input."""
+    name, source, sharded = str(product.weight.target), product.source, state.sharded
+    if name not in state.body.parameters or source in state.partial:
+        raise Unsplittable(f"{name_of(node)} with {name} reads a sum that is not complete, or a constant")
+    for value in (node, source):
+        if value in sharded and sharded[value][0] != value_of(value).dim() - 1:
+            raise Unsplittable(f"{name_of(node)} with {name} is computed over split heads or channels")
+    if node in exits and source in sharded:
+        state.shards[name] = Shard(product.entry, sharded[source][1])
+        if product.bias is not None:
+            _share(state, node, product.bias)
+        state.partial.add(node)
+    elif node in sharded and source not in sharded:
+        ranges, shared = sharded[node][1], state.shared(node)
+        state.shards[name] = Shard(product.exit, ranges, shared)
+        if product.bias is not None:
+            state.shards[str(product.bias.target)] = Shard(0, ranges, shared)
+        state.copy_to_group(node, source)
+    else:
+        raise Unsplittable(f"{name_of(node)} with {name} is both an entry and an exit, or its output is not summed")
+
+
+def _share(state: PlacementState, node: fx.Node, bias: fx.Node) -> None:
+    """Every rank adds an equal part of a bias to its part of a sum."""
+    if bias.op != "get_attr":
+        raise Unsplittable(f"the bias of {name_of(node)} is no parameter")
+    state.copy_to_group(node, bias)
+    full = state.copied.get(bias, bias)
+    with state.graph.inserting_before(node):
+        share = state.graph.call_function(aten.mul.Tensor, (full, 1.0 / state.ranks))
+    share.meta["val"] = value_of(bias)
+    node.replace_input_with(full, share)
+
+
+def _place_experts(state: PlacementState, node: fx.Node) -> None:
+    """Every expert is split by channels. Each rank adds its part of the second projection's bias."""
+    x, _, weight, up, down, up_bias, down_bias = (*args_of(node), None, None)[:7]
+    transposed, layout = node.kwargs.get("transposed", False), node.kwargs.get("layout", "concatenated")
+    size = int(value_of(down).shape[1 if transposed else 2])
+    if size % state.ranks:
+        raise Unsplittable(f"{size} expert channels do not divide by {state.ranks}")
+    runs = equal_runs(size, state.ranks)
+    ranges: dict[Any, tuple[Ranges, ...]] = {
+        "concatenated": tuple(((a, b), (size + a, size + b)) for ((a, b),) in runs),
+        "interleaved": equal_runs(2 * size, state.ranks),
+        "ungated": runs,
+    }
+    state.shards[str(up.target)] = Shard(2 if transposed else 1, ranges[layout])
+    state.shards[str(down.target)] = Shard(1 if transposed else 2, ranges["ungated"])
+    if up_bias is not None:
+        state.shards[str(up_bias.target)] = Shard(1, ranges[layout])
+    state.copy_to_group(node, x, weight)
+    if down_bias is not None:
+        _share(state, node, down_bias)
+    state.partial.add(node)
+
+
+def localize(node: fx.Node, sharded: Mapping[fx.Node, Split]) -> None:
+    """Replace full sizes among the arguments of a movement operator by local ones."""
+    row, source = operator_of(node), args_of(node)[0]
+    if row is not None and row.sizes is not None and node in sharded:
+        _localize_sizes(node, row.sizes, sharded[node])
+    elif node.target is aten.slice.Tensor and _along_split(node, sharded):
+        split = sharded[source]
+        bounds = _local_bounds(node, value_of(source).shape[split[0]], split[1])
+        node.args = (source, argument(node, "dim"), *bounds, *node.args[4:])
+    elif node.target in (aten.split.Tensor, aten.split_with_sizes.default) and _along_split(node, sharded):
+        _localize_split(node, sharded)
+    elif node.target in (aten.chunk.default, aten.select.int) and _along_split(node, sharded):
+        pieces = [node] if node.target is aten.select.int else node.users
+        if any(piece not in sharded for piece in pieces):
+            raise Unsplittable(f"{name_of(node)} takes single heads or channels, which are not on every rank")
+
+
+def _along_split(node: fx.Node, sharded: Mapping[fx.Node, Split]) -> bool:
+    """Whether an operator takes pieces along the dimension of its argument that is split."""
+    source = args_of(node)[0]
+    return source in sharded and argument(node, "dim") % value_of(source).dim() == sharded[source][0]
+
+
+def _localize_sizes(node: fx.Node, place: int, split: Split) -> None:
+    sizes = list(args_of(node)[place])
+    first = argument(node, "dim") % value_of(args_of(node)[0]).dim() if place > 1 else 0  # of the sizes that are given
+    dim = split[0] - first
+    if 0 <= dim < len(sizes) and isinstance(sizes[dim], int) and sizes[dim] != -1:
+        sizes[dim] = held(split[1])
+    node.update_arg(place, sizes)
+
+
+def _local_bounds(node: fx.Node, size: int, ranges: tuple[Ranges, ...]) -> list[int]:
+    start, end = argument(node, "start"), argument(node, "end")
+    start, end = 0 if start is None else start, size if end is None else end
+    if not isinstance(start, int) or not isinstance(end, int):
+        raise Unsplittable("a split dimension is sliced at a computed place")
+    start, end = (min(x + size if x < 0 else x, size) for x in (start, end))
+    bounds = {tuple(sum(max(0, min(b, x) - a) for a, b in r) for x in (start, end)) for r in ranges}
+    if len(bounds) != 1:
+        raise Unsplittable("ranks would slice a split dimension differently")
+    return list(bounds.pop())
+
+
+def _localize_split(node: fx.Node, sharded: Mapping[fx.Node, Split]) -> None:
+    """Pieces of local sizes: each holds what the ranks hold of it."""
+    dim = sharded[args_of(node)[0]][0]
+    sizes = {args_of(u)[1]: held(sharded[u][1]) if u in sharded else int(value_of(u).shape[dim]) for u in node.users}
+    if len(sizes) != len(value_of(node)):
+        raise Unsplittable(f"{name_of(node)}: not every piece is used")
+    if sum(sizes.values()) != held(sharded[args_of(node)[0]][1]):
+        raise Unsplittable(f"{name_of(node)} takes single heads or channels, which are not on every rank")
+    if node.target is aten.split.Tensor and len(set(sizes.values())) == 1:
+        node.update_arg(1, next(iter(sizes.values())))
+    else:
+        node.update_arg(1, [sizes[i] for i in range(len(sizes))])
+        node.target = aten.split_with_sizes.default
+
+
+def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Split], ranks: int, copies: int | None) -> None:
+    """A sum or mean over the split dimension, completed by an all-reduce; the result is replicated.
+
+    `copies` ranks hold each element (several may hold a key/value head), so that a sum counts it that often.
+    """
+    source = args_of(node)[0]
+    if source not in sharded or sharded[source][0] not in {d % value_of(source).dim() for d in args_of(node)[1]}:
+        return
+    if copies is None:
+        raise Unsplittable(f"{name_of(node)} reduces over heads of which ranks hold unequal numbers of copies")
+    users = list(node.users)
+    last = _after(node, ops.all_reduce, AXIS)
+    factor = 1.0 / (ranks if function_of(node) == "mean" else copies)
+    if factor != 1.0:
+        last = _after(last, aten.mul.Tensor, factor)
+    for user in users:
+        user.replace_input_with(node, last)
+
+
+def _after(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A new node after another one, which is its first argument; their values are of one shape."""
+    with node.graph.inserting_after(node):
+        new = node.graph.call_function(target, (node, *args))
+    new.meta["val"] = value_of(node)
+    return new

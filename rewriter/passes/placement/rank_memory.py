@@ -1,0 +1,100 @@
+"""Memory of one rank: parameters, keys and values per token, and the largest temporaries per token.
+
+An estimate for planning, not a profile: temporaries are the logits (every rank gathers the full vocabulary), the values
+that the projections of the widest block make at once, and the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rewriter.ir import Leaf, Module, Opaque, Program, args_of, nodes_inside, ops
+from rewriter.ir.communication import model_dtype_bytes
+from rewriter.ir.marks import in_stream, marks
+from rewriter.ir.shapes import Value, is_shape, wiring_shapes
+from rewriter.passes.sequence.sequence_layout import attention_shapes
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes. "Per token" counts one position of one sequence; a window's layers keep no more than its size of them."""
+
+    parameters: int
+    parameters_per_rank: int
+    cache_per_token: int
+    windowed_cache_per_token: int
+    logits_per_token: int
+    block_per_token: int
+    stream_per_token: int
+
+
+def memory(program: Program) -> RankMemory:
+    """Memory of one rank of `program`, in the dtype that the config says."""
+    size = model_dtype_bytes(program)
+    full = sum(math.prod(p.full_shape or p.shape) for p in program.parameters.values())
+    local = sum(math.prod(p.shape) for p in program.parameters.values())
+    cache = windowed = widest = stream = 0
+    known: dict[int, tuple[int, int, int]] = {}
+    shapes = wiring_shapes(program)
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            module = program.modules[str(node.target)]
+            if id(module) not in known:
+                known[id(module)] = (*_cache(module), _widths(module))
+            everything, bounded, width = known[id(module)]
+            cache, windowed = cache + everything, windowed + bounded
+            if marks(node).layer is not None:
+                widest = max(widest, width)
+        if in_stream(node):
+            stream = max(stream, _width(shapes[node]))
+    logits = _width(shapes[program.graph.output_node()])
+    return RankMemory(
+        full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size
+    )
+
+
+def cache_elements(program: Program, tokens: int) -> int:
+    """Elements of the keys and values that one rank keeps of `tokens` positions of one sequence.
+
+    Windows keep no more positions than their size; ranks that share tokens keep their own. Of latent attention, keys
+    and values of every head are kept, as attention reads them; transformers keeps what they are made of, which is less.
+    """
+    shared = program.mesh.get("sp", 1)
+    return sum(
+        shape.layers
+        * shape.kv_heads
+        * (shape.head_dim + shape.value_dim)
+        * -(-min(tokens, shape.window or tokens) // shared)
+        for shape in attention_shapes(program)
+    )
+
+
+def _width(shape: Value) -> int:
+    return math.prod(s for s in shape if isinstance(s, int)) if is_shape(shape) else 0
+
+
+def _cache(module: Module) -> tuple[int, int]:
+    """(elements cached per token, those of them in windows or chunks) by one call of a module."""
+    total = bounded = 0
+    for _, node in nodes_inside(module):
+        if node.target is ops.attention:
+            k, v = (operand.meta["val"].shape for operand in args_of(node)[1:3])
+            elements = int((marks(node).local_kv_heads or k[1]) * (k[-1] + v[-1]))
+            total += elements
+            bounded += elements * (node.kwargs["mask"].reach is not None)
+    return total, bounded
+
+
+def _widths(module: Module) -> int:
+    """Elements per token that the projections of one module make together, on this rank."""
+    if isinstance(module, Leaf):
+        return int(module.options.get("out_features") or module.options.get("nf") or "0")
+    if isinstance(module, Opaque):
+        return 0  # what it makes inside is not known
+    own = sum(_widths(m) for m in module.modules.values())
+    for node in module.graph.nodes:
+        if node.target is ops.experts:  # each token passes top-k experts, three values of the intermediate size in each
+            down, chosen = args_of(node)[4], args_of(node)[1].meta["val"].shape[-1]
+            own += 3 * int(chosen) * module.parameters[str(down.target)][1 if node.kwargs.get("transposed") else 2]
+    return own

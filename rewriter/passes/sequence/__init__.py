@@ -1,0 +1,1 @@
+"""Plans for attention over tokens that ranks share: bytes, memory, time."""
