@@ -19,12 +19,12 @@ from torch import fx
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from rewriter import api, ops
+from rewriter import api
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.common.cache_names import cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_as_wired, emit_huggingface
-from rewriter.ir import Program
+from rewriter.ir import Program, ops
 from rewriter.ir.marks import marks
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.output.manifest import read_manifest

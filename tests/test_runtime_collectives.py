@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from rewriter import RewriterError, ops
+from rewriter import RewriterError
+from rewriter.ir import ops
 from rewriter.runtime import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
