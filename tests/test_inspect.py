@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import zoo
 from rich.console import Console
 from transformers import LlamaConfig
 
+from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.explain.inspection import inspect
 from rewriter.ir.ops import SequencePlan
@@ -110,6 +112,17 @@ def test_a_bare_config_prints_as_tables_with_alike_layers_folded(tmp_path: Path)
     assert "bfloat16" in text
     assert inspection.data["communication"]["before"]["layers"][0]["bytes_per_token"] == 2 * 64 * 2
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_command_prints_the_plan_of_every_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(zoo.config("mixtral").to_dict()))
+    assert main(["inspect", str(file), "--recipe", "ladder-own-partial", "--tp", "2", "--plan"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == inspect(file, "ladder-own-partial", 2).plan
+    assert re.search(r"^layers 1–2: 2 collectives \(2 hidden\)", shown, re.MULTILINE)
+    assert re.search(r"self_attn +own_partial +x of 1 block before \+ own part +behind 1 block +split", shown)
+    assert re.search(r"mlp.experts.down_proj +MixtralSparseMoeBlock +by input +4 × 64 × 56 +4 × 64 × 112", shown)
 
 
 LARGE = {

@@ -15,9 +15,11 @@ import pytest
 import transformers
 import zoo
 
+from rewriter.explain.inspection import inspect
 from rewriter.ir import Program
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
+from rewriter.recipes.catalogue import library
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -133,6 +135,22 @@ def test_every_pass_has_a_golden_file() -> None:
     histories = [file.read_text(encoding="utf-8").rpartition("\nhistory\n")[2] for file in GOLDEN.glob("*.txt")]
     assert set(re.findall(r"^  (\w+)\(", "".join(histories), re.MULTILINE)) == set(programs.PASSES)
     assert {file.stem for file in GOLDEN.glob("*.txt")} == {*WHOLE, *TRANSITIONS, *ALONE, "permute"}
+
+
+SHARES_TOKENS = {"attention2d", "long-context", "ring-attention", "ulysses"}
+
+
+@pytest.mark.skipif(transformers.__version__ != PINNED, reason=f"golden texts are those of transformers {PINNED}")
+@pytest.mark.parametrize("recipe", sorted(library()))
+def test_the_plan_of_a_recipe_is_the_golden_one(recipe: str) -> None:
+    file = GOLDEN / "plans" / f"{recipe}.txt"
+    ranks = {"sp": 4} if recipe in SHARES_TOKENS else {"tp": 2}
+    config = zoo.config("llama")
+    config.num_hidden_layers = 22 if recipe == "ladder-last-20" else 4
+    text = inspect(config, recipe, **ranks).plan
+    if os.environ.get("REWRITER_GOLDEN") == "1":
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8"), f"REWRITER_GOLDEN=1 pytest {__file__} rewrites it"
 
 
 EMIT = """

@@ -18,6 +18,10 @@ def inspect(
         int | None,
         typer.Option(min=1, metavar="N", help="Tokens of a sequence, to plan for with --sp."),
     ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Show the plan of every layer: reads, sums, and how ranks hold each tensor."),
+    ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -30,6 +34,9 @@ def inspect(
     inspection = api.inspect(model, recipe=recipe, tp=tp, sp=sp, tokens=tokens, trust_remote_code=trust_remote_code)
     if json:
         typer.echo(inspection.to_json())
+        return
+    if plan:
+        typer.echo(inspection.plan, nl=False)
         return
     from rich.console import Console
 

@@ -21,17 +21,10 @@ from rewriter.common.text_settings import declared_dtype
 from rewriter.explain.inspection_tables import tables
 from rewriter.explain.sequence_table import sequence, with_length
 from rewriter.ir import Program
-from rewriter.ir.communication import (
-    Collective,
-    by_layer,
-    by_place,
-    collectives,
-    local_values,
-    quantized,
-    summary,
-)
-from rewriter.ir.marks import marks
-from rewriter.ir.residual import Block, annotate, computes, residual_blocks, stream_values
+from rewriter.ir.communication import by_layer, by_place, collectives, quantized, summary
+from rewriter.ir.layer_plan import BlockPlan, layer_plans
+from rewriter.ir.plan_table import plan_data, plan_text
+from rewriter.ir.residual import annotate, stream_values
 from rewriter.passes.placement.rank_memory import memory
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
@@ -45,10 +38,12 @@ from rewriter.tracing.meta_model import build_skeleton, load_config
 class Inspection:
     """Blocks, communication, sequence, memory, rules and header of a model, as JSON values by these names.
 
-    Printing it with rich gives tables.
+    Printing it with rich gives tables. `plan` is the plan of its layers as text: reads, sums, what crosses to the next
+    layer, and how ranks hold every tensor.
     """
 
     data: Mapping[str, Any]
+    plan: str
 
     def to_json(self) -> str:
         return json_text(self.data, indent=2)
@@ -104,6 +99,7 @@ def inspect(
             for r in after.history
         ],
         "blocks": _blocks(after),
+        "plan": plan_data(after),
         "communication": {
             "convention": "bytes per token: the reduced tensor once per all-reduce (codes and scales where quantized), "
             "the gathered tensor per all-gather",
@@ -114,7 +110,7 @@ def inspect(
         "memory": asdict(memory(after)),
         "rules": rules,
     }
-    return Inspection(data)
+    return Inspection(data, plan_text(after))
 
 
 def _applied(
@@ -145,56 +141,40 @@ def _why_no_stream(program: Program) -> str | None:
 
 
 def _blocks(program: Program) -> list[dict[str, Any]]:
-    blocks = residual_blocks(program)
-    local = local_values(program.graph, program.parameters)
-    own = {i for i, value in enumerate(stream_values(program.graph)) if value in local}
-    of_block: dict[int | None, list[Collective]] = {}
-    for collective in collectives(program):
-        of_block.setdefault(collective.block, []).append(collective)
-    split = tuple(name for name, parameter in program.parameters.items() if parameter.ranges is not None)
+    blocks = [(plan.layer, block) for plan in layer_plans(program) for block in plan.blocks]
+    writers = [f"{block.kind} {layer}" for layer, block in blocks]
+    own = {block.index + 1 for _, block in blocks if block.ranks_differ}
     return [
         {
             "block": block.index,
-            "layer": block.layer,
+            "layer": layer,
             "kind": block.kind,
             "path": block.path,
             "mode": block.mode.name,
-            "reads": _reads(block, blocks, own),
+            "reads": _reads(block, writers, own),
             "stale": bool(program.origin) and block.reads != (block.index,),
-            "writes": f"x after {_name(block)}",
+            "writes": f"x after {block.kind} {layer}",
             "reductions": [
-                {"place": c.place, "bytes_per_token": c.bytes_per_token, "hidden": c.hidden}
-                for c in of_block.get(block.index, [])
+                {"place": c.place, "bytes_per_token": c.bytes_per_token, "hidden": c.hidden} for c in block.collectives
             ],
-            "dropped": any(marks(n).dropped for n in block.branch),
-            "on_ranks": "one device" if not program.mesh else _on_ranks(program, block, split),
+            "dropped": block.reduction == "dropped",
+            "on_ranks": block.split,
         }
-        for block in blocks
+        for layer, block in blocks
     ]
 
 
-def _name(block: Block) -> str:
-    return f"{block.kind} {block.layer}"
-
-
-def _reads(block: Block, blocks: Sequence[Block], own: Collection[int]) -> str:
+def _reads(block: BlockPlan, writers: Sequence[str], own: Collection[int]) -> str:
     """The values of the stream that a block reads: whose, and which blocks' writes it does not see yet."""
     parts = []
     for value in block.reads:
-        base = f"x after {_name(blocks[value - 1])}" if value else "the embedding"
-        if missed := ", ".join(_name(b) for b in blocks[value : block.index]):
-            but = ", but for this rank's part" if block.mode.reads == "earlier_and_own" else ""
+        base = f"x after {writers[value - 1]}" if value else "the embedding"
+        if missed := ", ".join(writers[value : block.index]):
+            but = ", but for this rank's part" if block.own_part else ""
             base += f" (stale: misses {missed}{but})"
         whose = "this rank's own " if value in own else ""
         parts.append(f"{whose}{base}")
     return " and ".join(parts) or "nothing of the stream"
-
-
-def _on_ranks(program: Program, block: Block, split: Collection[str]) -> str:
-    """How ranks share the modules of a block; `split` are the parameters that they hold parts of."""
-    called = [str(n.target) for n in block.branch if n.op == "call_module"]
-    parts = [any(n.startswith(f"{path}.") for n in split) for path in called if computes(program.modules[path])]
-    return "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
 
 
 def _traffic(program: Program) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
 
-from rewriter.ir import Program
+from rewriter.ir import Program, args_of, ops
 from rewriter.ir.layer_plan import BlockPlan, LayerGroup, ModulePlan, grouped, layer_plans, module_plans
 
 
@@ -13,6 +16,10 @@ def plan_text(program: Program) -> str:
     how ranks hold every tensor. Tensors are listed again only where they differ from the group before."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in program.mesh.items()) or "one device"
     lines = [f"{program.source.model_type}, {program.source.num_layers} layers, {mesh}"]
+    shards = (node for node in program.graph.nodes if node.target is ops.shard_tokens)
+    for node in islice(shards, 1):
+        sharing = args_of(node)[2]
+        lines.append(f"tokens over {sharing.ranks} ranks, attention: {sharing}")
     before: list[ModulePlan] = []
     for group in grouped(layer_plans(program)):
         lines += ["", *_group(group)]
@@ -21,6 +28,14 @@ def plan_text(program: Program) -> str:
             lines += ["", *_tensors(tensors)]
         before = tensors
     return "\n".join(lines) + "\n"
+
+
+def plan_data(program: Program) -> list[dict[str, Any]]:
+    """`plan_text` as JSON values: each group of equal layers, with the tensors of its first."""
+    return [
+        group.to_dict() | {"tensors": [asdict(tensor) for tensor in module_plans(program, group.first)]}
+        for group in grouped(layer_plans(program))
+    ]
 
 
 def reads(block: BlockPlan) -> str:
@@ -52,7 +67,8 @@ def _group(group: LayerGroup) -> list[str]:
     ]
     head = ("block", "mode", "reads", "sum over ranks", "weights", "x after it, by rank")
     plan = group.plan
-    traffic = f"{plan.collectives} collectives ({plan.hidden} hidden), {plan.bytes_per_token:,} bytes a token"
+    count = f"{plan.collectives} collective{'s' * (plan.collectives > 1)}"
+    traffic = f"{count} ({plan.hidden} hidden), {plan.bytes_per_token:,} bytes a token"
     return [
         group.label + (f": {traffic}" if plan.collectives else ""),
         *_aligned([head, *rows]),
