@@ -41,7 +41,10 @@ def test_sums_follow_from_delays(case):
 
 def test_desynced_blocks_are_as_the_pattern_says():
     pattern = [{"self_attn": "drop", "mlp": "keep_sum"}, {"self_attn": "standard", "mlp": "standard"}]
-    config = SimpleNamespace(rewriter_delays=[[0, 0]] * 2, rewriter_pattern=pattern, rewriter_ranks=2)
+    modes = {"drop": {"sum": "left_out"}, "keep_sum": {"sum": "all_since"}, "standard": {}}
+    config = SimpleNamespace(
+        rewriter_delays=[[0, 0]] * 2, rewriter_pattern=pattern, rewriter_modes=modes, rewriter_ranks=2
+    )
     found = schedule_of(config)
     assert [step.sum for step in found.layers[0]] == [Sum.DROP, Sum.RESYNC_SUM]
     assert (found.ranks, found.overlapped, found.summed) == (2, 0, 3)
@@ -49,7 +52,13 @@ def test_desynced_blocks_are_as_the_pattern_says():
 
 def test_own_partials_are_read_where_the_sum_is_late():
     pattern = [{"self_attn": "own_partial", "mlp": "own_partial"}]
-    found = schedule_of(SimpleNamespace(rewriter_delays=[[0, 1]], rewriter_pattern=pattern, rewriter_ranks=2))
+    config = SimpleNamespace(
+        rewriter_delays=[[0, 1]],
+        rewriter_pattern=pattern,
+        rewriter_modes={"own_partial": {"own_part": True}},
+        rewriter_ranks=2,
+    )
+    found = schedule_of(config)
     assert [(step.late, step.own) for step in found.layers[0]] == [(False, False), (True, True)]
 
 
@@ -58,7 +67,17 @@ def test_own_partials_are_read_where_the_sum_is_late():
     [
         (SimpleNamespace(), "has no rewriter_delays"),
         (SimpleNamespace(rewriter_delays=[[0, 2]]), "more than one block late"),
-        (SimpleNamespace(rewriter_delays=[[0, 0]], rewriter_pattern=[{"layer": "drop"}]), "do not fit"),
+        (
+            SimpleNamespace(rewriter_delays=[[0, 0]], rewriter_pattern=[{"layer": "drop"}], rewriter_modes={}),
+            "do not fit",
+        ),
+        (SimpleNamespace(rewriter_delays=[[0, 0]], rewriter_pattern=[{"a": "drop", "b": "keep"}]), "no rewriter_modes"),
+        (
+            SimpleNamespace(
+                rewriter_delays=[[0]], rewriter_pattern=[{"a": "odd"}], rewriter_modes={"odd": {"altered": True}}
+            ),
+            "blocks of mode odd compute what only the generated code knows",
+        ),
     ],
 )
 def test_what_a_schedule_cannot_say_is_refused(config, reason):

@@ -15,6 +15,13 @@ from rewriter.serving.vllm.layer_form import form_of
 from rewriter.serving.vllm.rewired_layer import RewiredLayer
 
 WIDTH, TOKENS = 8, 5
+MODES = {
+    "drop": {"sum": "left_out"},
+    "keep_sum": {"sum": "all_since"},
+    "keep_mean": {"sum": "mean"},
+    "own_partial": {"own_part": True},
+    "half": {"factor": 0.5},
+}
 
 
 class EqualRanks:
@@ -119,6 +126,11 @@ def after(layer, number):
     return (lambda x: x * 0.5) if isinstance(layer, Scaled) else (lambda x: x)
 
 
+def bound(delays, pattern):
+    """The config of a checkpoint that is bound to two ranks."""
+    return SimpleNamespace(rewriter_delays=delays, rewriter_pattern=pattern, rewriter_modes=MODES, rewriter_ranks=2)
+
+
 def reference(layers, config, x):
     """The stream after the last layer, straight from what delays and pattern mean. All ranks hold the same."""
     delays, count = config.rewriter_delays, engine.engine.ranks()
@@ -142,7 +154,8 @@ def reference(layers, config, x):
                 values.append(count * (own + (values[-1] + drift) / count))
                 drift = torch.zeros_like(x)
             else:
-                values.append(values[-1] + after(layer, number)(count * part))
+                added = after(layer, number)(count * part)
+                values.append(values[-1] + (added / 2 if label == "half" else added))
     return values[-1]
 
 
@@ -155,13 +168,14 @@ def rewired(layer_class, config, cuts=()):
     made_class = type("Rewired", (RewiredLayer, layer_class), {})
     previous = ()
     for layer, form, steps in zip(layers, forms, schedule.layers, strict=True):
-        if all(step.sum is Sum.INSIDE and not step.late for step in steps):
+        if all(step.sum is Sum.INSIDE and not step.late and step.factor == 1.0 for step in steps):
             previous = ()
             continue
         for branch, step in zip(form.branches, steps, strict=True):
             layer.get_submodule(branch.path).reduce_results = not step.unreduced
         layer.__class__ = made_class
-        layer.form, layer.steps, layer.previous = form, steps, previous
+        layer.form, layer.steps = form.with_factors([step.factor for step in steps]), steps
+        layer.previous = previous
         previous = (layer,)
     return layers
 
@@ -202,7 +216,7 @@ BOUND = {
 @pytest.mark.parametrize("labels", BOUND.values(), ids=BOUND)
 def test_desynced_layers_give_each_ranks_stream(layer_class, labels):
     pattern = [dict(zip(("attention", "mlp"), labels[i : i + 2], strict=True)) for i in (0, 2, 4)]
-    config = SimpleNamespace(rewriter_delays=[[0, 0]] * 3, rewriter_pattern=pattern, rewriter_ranks=2)
+    config = bound([[0, 0]] * 3, pattern)
     layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)
     torch.testing.assert_close(stream(layers, x), reference(layers, config, x))
 
@@ -210,7 +224,17 @@ def test_desynced_layers_give_each_ranks_stream(layer_class, labels):
 @pytest.mark.parametrize("layer_class", [Paired, Normed, Scaled])
 def test_own_partials(layer_class):
     pattern = [{"attention": "own_partial", "mlp": "own_partial"}] * 3
-    config = SimpleNamespace(rewriter_delays=[[0, 1], [1, 1], [1, 1]], rewriter_pattern=pattern, rewriter_ranks=2)
+    config = bound([[0, 1], [1, 1], [1, 1]], pattern)
+    layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)
+    torch.testing.assert_close(stream(layers, x), reference(layers, config, x))
+
+
+@pytest.mark.parametrize("layer_class", [Paired, Normed, Scaled])
+@pytest.mark.parametrize("delays", [[[0, 0]] * 3, [[0, 1], [1, 1], [0, 0]]], ids=str)
+def test_what_blocks_add_is_multiplied_by_the_modes_factor(layer_class, delays):
+    labels = [("half", "standard"), ("half", "half"), ("standard", "standard")]
+    pattern = [dict(zip(("attention", "mlp"), layer, strict=True)) for layer in labels]
+    config = SimpleNamespace(rewriter_delays=delays, rewriter_pattern=pattern, rewriter_modes=MODES)
     layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)
     torch.testing.assert_close(stream(layers, x), reference(layers, config, x))
 

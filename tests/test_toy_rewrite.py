@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -27,6 +29,7 @@ from rewriter.passes.base import Effect, Pass, record
 from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.selection import Selection, resolve
 from rewriter.recipes import Recipe
+from rewriter.serving.schedule import Sum, schedule_of
 
 HALF = Mode("half", "adds half of what it computes", prefix="Half")
 
@@ -143,6 +146,25 @@ def test_it_is_inspected(source: Path) -> None:
     data = api.inspect(source / "config.json", recipe(), tp=2).data
     assert [entry["name"] for entry in data["passes"]] == ["tensor_parallel", "half_residual", "overlap"]
     assert [block["mode"] for block in data["blocks"]] == ["standard"] * 4 + ["half"] * 4
+
+
+def test_its_plan_and_its_diff_name_its_mode(source: Path) -> None:
+    plan = api.inspect(source / "config.json", recipe(), tp=2).plan
+    assert re.search(r"^layers 2–3: .*\n.*\n  self_attn +half +x +at once", plan, re.MULTILINE)
+    difference = api.diff(source / "config.json", recipe=recipe(), tp=2)
+    layers = json.loads(difference.to_json())["layers"]
+    assert [[block["mode"] for block in layer["after"]["blocks"]] for layer in layers] == [
+        ["standard", "standard"], ["half", "half"],
+    ]  # fmt: skip
+
+
+def test_an_engine_is_told_what_its_mode_means(converted: Path) -> None:
+    config = json.loads((converted / "config.json").read_text())
+    assert config["rewriter_modes"] == {"standard": {}, "half": {"factor": 0.5}}
+    steps = schedule_of(SimpleNamespace(**config)).layers
+    assert [[(step.factor, step.sum) for step in layer] for layer in steps] == [
+        [(factor, Sum.INSIDE)] * 2 for factor in (1.0, 1.0, 0.5, 0.5)
+    ]
 
 
 def test_it_is_predicted(source: Path) -> None:

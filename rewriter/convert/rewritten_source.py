@@ -28,7 +28,10 @@ from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
 from rewriter.weights import Checkpoint
 
-_OURS = ("auto_map", "rewriter_layers", "rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_pattern")
+_OURS = (
+    "auto_map", "rewriter_layers", "rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_pattern",
+    "rewriter_modes",
+)  # fmt: skip
 _NOT_SOURCE = (MANIFEST, FORMER_GOLDEN)
 
 

@@ -24,6 +24,9 @@ class Mode:
     `sentence` says it in a card and in generated code, without a subject.
     `prefix` begins the name of a class of such layers in a runtime module.
     `reads`: the newest stream value, the one before ("earlier"), or that one and what this rank has added since.
+    `sum`: the block's sum over ranks is completed by an all-reduce, left out (every rank goes on with its own part),
+    completed with all that the ranks have added since they last agreed ("all_since"), or replaced by the mean of the
+    ranks' residuals.
     `own_residual`: ranks hold different values after the block, or did so before it.
     `outcome`: what became of the reduction, where that differs between blocks of one mode. `word` names a kind of layer
     after it.
@@ -34,6 +37,7 @@ class Mode:
     prefix: str = ""
     reads: Literal["newest", "earlier", "earlier_and_own"] = "newest"
     own_residual: bool = False
+    sum: Literal["all_reduce", "left_out", "all_since", "mean"] = "all_reduce"
     outcome: str = ""
     word: str = ""
 

@@ -39,9 +39,13 @@ Resync = Literal["mean", "sum"]
 
 _desynced = partial(Mode, "desync", prefix="Desync", own_residual=True)
 KEEP = _desynced("as in the original", outcome="keep")
-DROP = _desynced("not reduced: every rank goes on with its own residual", outcome="drop")
-KEEP_MEAN = _desynced("reduced; the ranks go on from the mean of their residuals", outcome="keep_mean", word="keep")
-KEEP_SUM = _desynced("reduced, with all that the ranks added since they last agreed", outcome="keep_sum", word="keep")
+DROP = _desynced("not reduced: every rank goes on with its own residual", outcome="drop", sum="left_out")
+KEEP_MEAN = _desynced(
+    "reduced; the ranks go on from the mean of their residuals", outcome="keep_mean", word="keep", sum="mean"
+)
+KEEP_SUM = _desynced(
+    "reduced, with all that the ranks added since they last agreed", outcome="keep_sum", word="keep", sum="all_since"
+)
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,20 @@ class Sum(Enum):
     DRAIN = "drain"  # begins and ends after the block, after the sum before it
     HOLD = "hold"  # goes with the next block's
     BOTH = "both"  # takes the held one with it
-    DROP = "drop"  # is left out: every rank adds its own part
-    RESYNC_SUM = "keep_sum"  # takes all that the ranks have added since they last agreed
-    RESYNC_MEAN = "keep_mean"  # the ranks go on from the mean of what they have
+    DROP = "left_out"  # is left out: every rank adds its own part
+    RESYNC_SUM = "all_since"  # takes all that the ranks have added since they last agreed
+    RESYNC_MEAN = "mean"  # the ranks go on from the mean of what they have
 
 
 @dataclass(frozen=True)
 class SumStep:
     """One block. late: it reads the stream without what the block before it adds; own: but with this rank's own part of
-    that. unreduced: the block itself leaves out its all-reduce."""
+    that. factor: of what it adds. unreduced: the block itself leaves out its all-reduce."""
 
     late: bool
     own: bool
     sum: Sum
+    factor: float = 1.0
 
     @property
     def unreduced(self) -> bool:
@@ -70,6 +71,9 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
     if delays is None:
         raise Unsupported("config.json has no rewriter_delays: rewrite the model again with this version of rewriter")
     labels = [tuple(layer.values()) for layer in getattr(config, "rewriter_pattern", None) or ()]
+    modes: Mapping[str, Mapping[str, Any]] | None = getattr(config, "rewriter_modes", None)
+    if labels and modes is None:
+        raise Unsupported("config.json has no rewriter_modes: `rewrite refresh` writes them")
     labels = labels or [("",) * len(layer) for layer in delays]
     if [len(layer) for layer in labels] != [len(layer) for layer in delays]:
         raise Unsupported("rewriter_delays and rewriter_pattern of config.json do not fit each other")
@@ -77,6 +81,9 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
         raise Unsupported("a block reads the stream more than one block late")
     late = [bool(value) for layer in delays for value in layer]
     label = [name for names in labels for name in names]
+    meaning = [(modes or {}).get(name, {}) for name in label]
+    if altered := [name for name, says in zip(label, meaning, strict=True) if says.get("altered")]:
+        raise Unsupported(f"blocks of mode {altered[0]} compute what only the generated code knows")
     layer_of = [number for number, layer in enumerate(delays) for _ in layer]
     count, last = len(late), {*cuts, len(delays) - 1}
 
@@ -95,17 +102,17 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
     steps: list[list[SumStep]] = [[] for _ in delays]
     before = Sum.INSIDE
     for place in range(count):
-        before = _sum(label[place], before, late[place], next_late(place), merges(place))
-        own = late[place] and label[place] == "own_partial"
-        steps[layer_of[place]].append(SumStep(late[place], own, before))
+        before = _sum(meaning[place].get("sum"), before, late[place], next_late(place), merges(place))
+        own = late[place] and meaning[place].get("own_part", False)
+        steps[layer_of[place]].append(SumStep(late[place], own, before, meaning[place].get("factor", 1.0)))
     norms = tuple(getattr(config, "rewriter_norms", None) or [{}] * len(delays))
     return SumSchedule(tuple(map(tuple, steps)), norms, getattr(config, "rewriter_ranks", None))
 
 
-def _sum(label: str, before: Sum, late: bool, next_late: bool, merges: bool) -> Sum:
-    """The fate of a block's sum, given that of the block before it."""
-    if label in ("drop", "keep_sum", "keep_mean"):
-        return Sum(label)
+def _sum(said: str | None, before: Sum, late: bool, next_late: bool, merges: bool) -> Sum:
+    """The fate of a block's sum, given that of the block before it, and what its mode says of it."""
+    if said is not None:
+        return Sum(said)
     under_way = late and before in (Sum.BEGIN, Sum.STEP)
     if before is Sum.HOLD:
         return Sum.BOTH

@@ -18,7 +18,7 @@ from rewriter.emit.files.kept_tensors import KeptTensors, kept_tensors
 from rewriter.emit.files.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.files.weights import cast_dtypes, changed_tensors, untied_tensors, weight_references, written_dtypes
 from rewriter.emit.manifest import mesh_of
-from rewriter.emit.reduction_pattern import sentences
+from rewriter.emit.wiring_config import sentences
 from rewriter.ir import Program
 from rewriter.output.manifest import FileHeader, PerRank, Runtime, SequenceEntry
 from rewriter.output.names import mesh_name

@@ -20,13 +20,7 @@ from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.huggingface.source_classes import require_importable
 from rewriter.emit.python_source import camel, free_name, identifier
-from rewriter.emit.reduction_pattern import (
-    BlockMode,
-    delays,
-    layer_modes,
-    pattern_table,
-    shared_norms,
-)
+from rewriter.emit.wiring_config import BlockMode, layer_modes, wiring_config
 from rewriter.ir import Program, Source
 from rewriter.ir.residual import residual_blocks
 from rewriter.passes.base import bound_ranks, scopes, single_device
@@ -52,7 +46,7 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
     A sharded program is emitted as what one device computes: its model-level passes alone. When those leave every layer
     as the source wrote it, the source's config is returned unchanged and there is no modeling file. A program that is
     bound to its ranks is emitted as a model that computes every rank, with its reductions as they are (not scheduled).
-    Then config.json names the ranks (`rewriter_ranks`) and what became of every reduction (`rewriter_pattern`).
+    Then config.json names the ranks (`rewriter_ranks`) and what becomes of every reduction (`rewriter_pattern`).
 
     Raises RewriterError when the source's classes are not part of transformers, when the wiring cannot be written
     as layers, and where a child of a layer cannot compute all ranks in the source's own code (the message names the
@@ -74,11 +68,9 @@ def emit_as_wired(program: Program) -> HuggingFaceFiles:
     if not kinds and not bound:
         return plain
     names = ModelNames(source)
-    config = _own_config(source, names) | {"rewriter_layers": assignment, "rewriter_delays": delays(program)}
-    if any(norms := shared_norms(program)):
-        config["rewriter_norms"] = norms
+    config = _own_config(source, names) | {"rewriter_layers": assignment} | wiring_config(program, bound)
     if bound:
-        config |= {"rewriter_pattern": pattern_table(program), "rewriter_ranks": program.mesh["tp"]}
+        config["rewriter_ranks"] = program.mesh["tp"]
     modeling = modeling_file(program, kinds, names, bound)
     return HuggingFaceFiles(config, f"{names.module}.py", modeling, names.model_type)
 

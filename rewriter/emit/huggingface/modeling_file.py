@@ -298,7 +298,7 @@ def _model_classes(source: Source, names: ModelNames, bound: bool) -> list[str]:
     own = {"SourceConfig": source.config_class, "OwnConfig": names.config, "own_model_type": names.model_type}
     config = source_of(model.OwnConfig, own)
     if bound:
-        config += "\n    rewriter_pattern: list[dict[str, str]] | None = None\n    rewriter_ranks: int | None = None"
+        config += "\n    rewriter_ranks: int | None = None"
     root, _, inner = source.layers.partition(".")
     base = source_of(model.OwnModel, own | {"SourceModel": source.base_class, "OwnModel": names.base})
     causal = source_of(model.OwnModel, own | {"SourceModel": source.architecture, "OwnModel": names.architecture})

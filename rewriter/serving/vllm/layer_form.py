@@ -47,6 +47,11 @@ class LayerForm:
         """True where only factors stand between blocks and the stream, the same after every block."""
         return len({b.after for b in self.branches}) == 1 and all(isinstance(a, float) for a in self.branches[0].after)
 
+    def with_factors(self, factors: Sequence[float]) -> LayerForm:
+        """The form where what each block adds is multiplied by a number."""
+        pairs = zip(self.branches, factors, strict=True)
+        return replace(self, branches=tuple(replace(b, after=(*b.after, f)) if f != 1.0 else b for b, f in pairs))
+
     def with_norms(self, norms: Mapping[str, str]) -> LayerForm:
         """The form where these blocks read the stream through other norms. Raises Unsupported."""
         known = {branch.path: branch for branch in self.branches}

@@ -128,7 +128,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
         form, steps = forms[index], schedule.layers[index]
         if len(steps) != len(form.branches):
             raise Unsupported(f"layer {index} has {len(form.branches)} blocks in vLLM and {len(steps)} in config.json")
-        if all(step.sum is Sum.INSIDE and not step.late for step in steps):
+        if all(step.sum is Sum.INSIDE and not step.late and step.factor == 1.0 for step in steps):
             previous = None
             continue
         desynced = any(step.sum in (Sum.DROP, Sum.RESYNC_SUM, Sum.RESYNC_MEAN) for step in steps)
@@ -144,7 +144,8 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
         rewired: Any = layer
         layer_class: Any = type(layer)
         rewired.__class__ = rewired_class(layer_class)
-        rewired.form, rewired.steps = form.with_norms(schedule.norms[index]), steps
+        rewired.form = form.with_norms(schedule.norms[index]).with_factors([step.factor for step in steps])
+        rewired.steps = steps
         rewired.previous = () if previous is None else (previous,)
         previous = rewired
     logger.info(

@@ -95,6 +95,8 @@ class OwnConfig(SourceConfig):
     rewriter_layers: list[str] | None = None
     rewriter_delays: list[list[int]] | None = None  # by block: how many blocks late it reads the residual stream
     rewriter_norms: list[dict[str, str]] | None = None  # blocks that read it through another block's norm
+    rewriter_pattern: list[dict[str, str]] | None = None  # the mode of each block, where the two above do not say all
+    rewriter_modes: dict[str, dict] | None = None  # what each mode means
 
 
 class OwnModel(SourceModel):
