@@ -46,8 +46,8 @@ class LadderLlamaDecoderLayer(LlamaDecoderLayer):
     It hands on the residual stream, and what it was one block before.
     """
 
-    takes = 2
-    gives = 2
+    takes = 2  # hidden-size vectors per token from the layer before
+    gives = 2  # hidden-size vectors per token to the next layer
 
     def forward(self, hidden_states, **kwargs):
         hidden_states, earlier_states = hidden_states.chunk(2, dim=-1)

@@ -225,7 +225,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from rewriter.weights.expressions import Slice, Tensor
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, finite, shards
 from rewriter.weights.expressions import Slice, Tensor
 from rewriter.emit.files.output_directory import OutputDirectory

@@ -35,7 +35,7 @@ from rewriter.common.version import PACKAGE_PARENT
 WORKER = ["-m", "rewriter.runtime.generation.compile_worker"]
 KEPT = 64  # steps, of a few MB each
 _SHORT_LIVED, _DAY = (".spec.json", ".log", ".failed", ".partial"), 86_400  # seconds
-_COMPUTING = ("kernels", "ops", "runtime", "sequence")  # rooms whose code is in a compiled step
+_COMPUTING = ("ir", "kernels", "runtime")  # rooms whose code is in a compiled step
 
 
 def cache_folder() -> Path:
@@ -70,8 +70,7 @@ def key_of(parts: Mapping[str, Any]) -> str:
     """The key of `parts`, JSON values, on this machine: by its processor, Python, and the code of the runtime."""
     runtime = hashlib.sha256()
     for room in _COMPUTING:
-        root = PACKAGE_PARENT / "rewriter" / room
-        for path in sorted(root.rglob("*.py")) or [root.with_suffix(".py")]:
+        for path in sorted((PACKAGE_PARENT / "rewriter" / room).rglob("*.py")):
             runtime.update(path.relative_to(PACKAGE_PARENT).as_posix().encode() + b"\0" + path.read_bytes())
     here = {"processor": _processor(), "python": platform.python_version(), "runtime": runtime.hexdigest()}
     return hashlib.sha256(json.dumps([here, parts], sort_keys=True).encode()).hexdigest()[:32]
