@@ -90,7 +90,7 @@ def test_the_module_is_readable(grid: Path) -> None:
     sharded = compute.index("position_ids = shard_tokens(position_ids, ctx)")
     assert compute.index("input_ids = shard_tokens(input_ids, ctx)") < compute.index("embed_tokens(input_ids)")
     assert sharded < compute.index("rotary_emb(x, position_ids)")
-    assert compute.index("last_tokens(x, logits_to_keep, ctx)") < compute.index("lm_head")
+    assert compute.index("last_tokens(norm, logits_to_keep, ctx)") < compute.index("lm_head")
     assert compute.rstrip().endswith("return gather_tokens(logits, ctx) if gather else logits")
     body = source.partition("class LlamaAttention")[2].partition("class ")[0]
     assert "Sequence" not in body  # attention is told by its context
