@@ -1,6 +1,6 @@
 """Predictions against times per token that others measured and published (benchmarks/backtest/points.yaml).
 
-    python benchmarks/backtest.py                  # all points, docs/BACKTEST.md and docs/figures/backtest-left-out.md
+    python benchmarks/backtest.py                  # all points, and the two pages
     python benchmarks/backtest.py --only h800      # those whose id has it; writes nothing
     python benchmarks/backtest.py --json FILE      # all figures, for tools
 
@@ -28,7 +28,7 @@ from rewriter.fabric import load_fabric
 from rewriter.ir import Program
 from rewriter.predict.results import Prediction
 
-PAGE = Path(__file__).parents[1] / "docs" / "BACKTEST.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "backtest.md"
 LEFT_OUT = PAGE.parent / "figures" / "backtest-left-out.md"
 HEADER = ("point", "published, ms", "predicted, ms", "error", "interval", "in it")
 GOALS = {"median": 0.10, "share": 0.90, "least": 0.70, "most": 0.90}  # of the issue that asked for this
@@ -254,7 +254,7 @@ def groups(outcomes: Sequence[Outcome]) -> list[tuple[str, Summary]]:
 
 
 def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
-    """docs/BACKTEST.md."""
+    """docs/results/backtest.md."""
     kinds = [
         [name, str(s.points), f"{s.median:.1%}", f"{s.share:.0%}", f"{s.mean_signed:+.1%}",
          "—" if s.coverage is None else f"{s.coverage:.0%}"] for name, s in groups(outcomes)
@@ -262,9 +262,9 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
     parts = [
         "# Predictions against what others measured",
         "`python benchmarks/backtest.py` writes this page. Its points are public figures by others, each quoted with "
-        "its source in [points.yaml](../benchmarks/backtest/points.yaml). Nothing is fitted to them. Times are per "
-        "token of each sequence. [How a gain is predicted](concepts/prediction.md) says how predictions are made; "
-        "[Left out of the backtest](figures/backtest-left-out.md) has what does not count, and why.",
+        "its source in [points.yaml](../../benchmarks/backtest/points.yaml). Nothing is fitted to them. Times are per "
+        "token of each sequence. [How a gain is predicted](../concepts/prediction.md) says how predictions are made; "
+        "[Left out of the backtest](../figures/backtest-left-out.md) has what does not count, and why.",
         f"**{Summary.of(outcomes)}.**",
         "An error below 0 is a prediction that is too fast. A *step* is one decode step, a *generation* a prefill and "
         "its steps, a *server*'s figure its time per output token, scheduler included: a step at the mean context, and "
@@ -299,7 +299,7 @@ def left_out(outcomes: Sequence[Outcome], published: Published) -> str:
     parts = [
         "# Left out of the backtest",
         "`python benchmarks/backtest.py` writes this page, too: public figures that do not count in the "
-        "[backtest](../BACKTEST.md), and why.",
+        "[backtest](../results/backtest.md), and why.",
     ]
     if apart := [one for one in outcomes if not one.counted]:
         parts += ["## Not counted", table([*HEADER[:4], "why"], [[*row(one)[:4], one.why] for one in apart])]

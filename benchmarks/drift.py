@@ -1,4 +1,4 @@
-"""How far each rewrite takes models from themselves before any fine-tuning: writes docs/DRIFT.md.
+"""How far each rewrite takes models from themselves before any fine-tuning: writes docs/results/drift.md.
 
     python examples/real_models.py smollm2-135m-instruct models/smollm2
     python examples/real_models.py gemma3-270m models/gemma3
@@ -41,7 +41,7 @@ from rewriter.tracing import trace
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "tiny-llama"
-DOCUMENT = ROOT / "docs" / "DRIFT.md"
+DOCUMENT = ROOT / "docs" / "results" / "drift.md"
 TEMPLATE = Path(__file__).with_name("drift.md")
 WINDOWS, LENGTH = 48, 256
 REAL_WINDOWS = 3

@@ -6,7 +6,7 @@
     python benchmarks/healing.py models/smollm2 --way "cross entropy"    # and other methods
     python benchmarks/healing.py models/smollm2 --tp 3 --recipe ladder-own-partial [--unpermuted]
     python benchmarks/healing.py models/smollm2 --steps-only     # speed of a distillation step
-    python benchmarks/healing.py --page                          # docs/ADAPTATION.md from benchmarks/healing.json
+    python benchmarks/healing.py --page                          # docs/results/adaptation.md from healing.json
 
 The data are what the original writes itself. Losses are measured on text that it writes with other seeds, or on --eval
 FILE ({"text": …} per line). Results are kept in build/healing, a JSON file each; what is there is not trained again,
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--ask", action="store_true", help="ask original, rewritten and healed model ten questions")
     parser.add_argument("--build", type=Path, default=Path("build/healing"))
     parser.add_argument("--record", action="store_true", help="add what is found to benchmarks/healing.json")
-    parser.add_argument("--page", action="store_true", help="write docs/ADAPTATION.md, and do nothing else")
+    parser.add_argument("--page", action="store_true", help="write docs/results/adaptation.md, and do nothing else")
     given = parser.parse_args()
     if given.page:
         healing_page.write()

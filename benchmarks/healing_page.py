@@ -1,4 +1,4 @@
-"""docs/ADAPTATION.md and its drawing, from what `healing.py --record` has kept in healing.json, and from healing.md."""
+"""docs/results/adaptation.md and its drawing, from healing.json (`healing.py --record`) and healing.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from line_chart import line_chart
 HERE = Path(__file__).resolve().parent
 RECORD, TEMPLATE = HERE / "healing.json", HERE / "healing.md"
 DOCS = HERE.parent / "docs"
-PAGE, CHART = DOCS / "ADAPTATION.md", DOCS / "figures" / "healing.svg"
+PAGE, CHART = DOCS / "results" / "adaptation.md", DOCS / "figures" / "healing.svg"
 SMOOTHED = 12  # points of a curve: each is the mean of so many parts of the run
 SLOWEST = "all weights, fp32"
 FIRST = "smollm2"  # the model of runs whose line in the drawing names none

@@ -1,6 +1,6 @@
-"""When does a recipe pay? docs/WHEN.md: recipes against the best exact baseline of a fabric, by model and batch.
+"""When does a recipe pay? docs/results/when.md: recipes against a fabric's best exact baseline, by model and batch.
 
-    python benchmarks/when.py              # all of it, and docs/WHEN.md
+    python benchmarks/when.py              # all of it, and docs/results/when.md
     python benchmarks/when.py --only 70B   # models whose name has this text; writes nothing
 
 A baseline is exact: standard tensor parallelism with the fabric's all-reduces, over all GPUs or over a part of them,
@@ -30,7 +30,7 @@ from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.workload import Workload
 from rewriter.recipes.apply import load_recipe
 
-PAGE = Path(__file__).parents[1] / "docs" / "WHEN.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "when.md"
 MODELS = {
     "Llama 3.1 8B": "llama-3.1-8b",
     "Llama 3.1 70B": "llama-3.1-70b",
@@ -191,20 +191,20 @@ def answers(cells: Mapping[tuple[str, str], Sequence[Cell]], among: Collection[s
 
 
 def page(cells: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
-    """docs/WHEN.md."""
+    """docs/results/when.md."""
     healed = heal()
     parts = [
         "# When does a recipe pay?",
         "`python benchmarks/when.py` writes this page from predictions: [How a gain is "
-        "predicted](concepts/prediction.md). [Backtest](BACKTEST.md) says how far those are from measurements.",
+        "predicted](../concepts/prediction.md). [Backtest](backtest.md) says how far those are from measurements.",
         f"- Gains are in tokens per second of decode steps at {PROMPT:,} + {GENERATE} tokens in bf16, over *the best "
         "exact baseline of the fabric*.\n"
         "- That baseline is standard tensor parallelism with the all-reduces that a server would choose there. It runs "
         "over all GPUs or a part of them; the others hold replicas that share the batch. Recipes choose their degree "
         "likewise.\n"
         f"- Where no recipe that changes the model gains {LEAST:.0%}, the answer is to keep it.\n"
-        "- A recipe that changes the model needs healing. [Drift](DRIFT.md) says what it costs in loss before, and "
-        "[Healing](ADAPTATION.md) what is left of that after.\n"
+        "- A recipe that changes the model needs healing. [Drift](drift.md) says what it costs in loss before, and "
+        "[Healing](adaptation.md) what is left of that after.\n"
         "- *Modelled*: formulas give the times of the network. Nobody measured it.\n"
         "- Messages below 1 MiB are not quantized, hence the +0% of recipes with int8.",
         "## For a trained model",

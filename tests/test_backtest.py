@@ -130,7 +130,7 @@ def test_a_summary_counts_what_counts(backtest: ModuleType, published: Any) -> N
 
 
 def test_the_pages_have_every_point(published: Any) -> None:
-    pages = ("docs/BACKTEST.md", "docs/figures/backtest-left-out.md")
+    pages = ("docs/results/backtest.md", "docs/figures/backtest-left-out.md")
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
     assert all(f"| {point.entry.id} |" in text for point in published.points)
     assert all(one.what in text for one in published.rejected)

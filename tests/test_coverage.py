@@ -75,8 +75,8 @@ def test_variants_are_what_changes_the_forward() -> None:
 def test_variants_are_on_the_page() -> None:
     held, stopped = Coverage("held", variants={"a=True": ""}), Coverage("stopped", variants={"b=True": "tp2: no"})
     pages = coverage_table.pages([held, stopped])
-    assert "2 switches of 2 types" in pages["COVERAGE.md"]
-    assert "- **stopped**, b=True: tp2: no" in pages["COVERAGE_REASONS.md"]
+    assert "2 switches of 2 types" in pages["coverage.md"]
+    assert "- **stopped**, b=True: tp2: no" in pages["coverage_reasons.md"]
 
 
 @pytest.mark.slow
@@ -218,8 +218,8 @@ def test_the_page_adds_totals_of_a_run_with_other_versions(tmp_path: Path) -> No
     for file, found in zip(files, (rows(), older), strict=True):
         file.write_text(json.dumps([row.to_dict() for row in found]))
     assert main(["coverage", "--rows", str(files[0]), "--markdown", str(tmp_path), "--compare", str(files[1])]) == 0
-    assert "- **refused**" in (tmp_path / "COVERAGE_REASONS.md").read_text()
-    page = (tmp_path / "COVERAGE.md").read_text()
+    assert "- **refused**" in (tmp_path / "coverage_reasons.md").read_text()
+    page = (tmp_path / "coverage.md").read_text()
     assert "## With transformers" in page
     assert "2 types, of which builds 2, traces 0," in page
     assert "Holds above and not here: good (traces, ladder, tp2, tp4, desync, emitted)." in page

@@ -218,10 +218,11 @@ def test_the_drawings_are_those_of_the_programs() -> None:
 def test_links_out_of_the_documentation_become_pages() -> None:
     import links
 
-    text = "[a](../../benchmarks/README.md#x) [b](../GPU.md) [c](https://x.y) `code`\n\n```\n[d](../../Makefile)\n```\n"
+    text = "[a](../../benchmarks/README.md#x) [b](../results/gpu.md) [c](https://x.y) `code`\n\n"
+    text += "```\n[d](../../Makefile)\n```\n"
     assert list(links.outside(text, "docs/howto/new.md")) == ["benchmarks/README.md"]
     placed = links.rewritten(text, "docs/howto/new.md", "howto/new.md")
-    assert "[a](../files/benchmarks/README.md#x) [b](../GPU.md)" in placed
+    assert "[a](../files/benchmarks/README.md#x) [b](../results/gpu.md)" in placed
     assert "[d](../../Makefile)" in placed
     assert "files/benchmarks/README.md" in links.pages({"docs/howto/new.md": text})
 

@@ -1,4 +1,4 @@
-"""docs/DRIFT.md is what `benchmarks/drift.py` writes."""
+"""docs/results/drift.md is what `benchmarks/drift.py` writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from subprocesses import ROOT, load_module
 
 from rewriter.recipes.catalogue import library
 
-PAGE = (ROOT / "docs" / "DRIFT.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "drift.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

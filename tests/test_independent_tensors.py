@@ -23,7 +23,9 @@ from rewriter.weights import Checkpoint
 
 # Tied, merged experts, a shared head, names that old versions had, fused projections, a model without ties.
 FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "gemma3_text", "gpt_neox")
-ROWS = dict(re.findall(r"^\| ([\w-]+) \|(.*)\|$", (ROOT / "docs" / "COVERAGE.md").read_text(), re.MULTILINE))
+ROWS = dict(
+    re.findall(r"^\| ([\w-]+) \|(.*)\|$", (ROOT / "docs" / "results" / "coverage.md").read_text(), re.MULTILINE)
+)
 BUILDS = [name for name in registered_types() if ROWS.get(name, "").startswith(" yes |")]
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 TRACES = [name for name in BUILDS if ROWS[name].startswith(" yes | yes |")]

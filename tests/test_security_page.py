@@ -1,4 +1,4 @@
-"""docs/SECURITY.md: every line of the threat model names tests, and those exist."""
+"""docs/concepts/security.md: every line of the threat model names tests, and those exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 from subprocesses import ROOT
 
-PAGE = (ROOT / "docs" / "SECURITY.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "concepts" / "security.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(\w+)`", PAGE)))
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not re.match(r"\| (it|what) \|", line)]
 
@@ -34,5 +34,5 @@ def test_every_line_names_one_but_what_is_not_defended() -> None:
 def test_how_to_report_is_said_and_linked() -> None:
     page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert "private vulnerability" in page
-    assert "(docs/SECURITY.md)" in page
-    assert "(../SECURITY.md)" in PAGE
+    assert "(docs/concepts/security.md)" in page
+    assert "(../../SECURITY.md)" in PAGE

@@ -30,7 +30,7 @@ def coverage(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Write COVERAGE.md and COVERAGE_REASONS.md there.", exists=True, file_okay=False
+            metavar="FOLDER", help="Write coverage.md and coverage_reasons.md there.", exists=True, file_okay=False
         ),
     ] = None,
     rows_of: Annotated[

@@ -17,7 +17,7 @@ _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml",
 
 def outside(text: str, origin: str) -> Iterator[str]:
     """Files and folders outside of docs/, from the repository's root, that a page links to. `origin`: where its text
-    is in the repository, as "docs/GPU.md"."""
+    is in the repository, as "docs/results/gpu.md"."""
     for _, target in _links(text):
         path = _resolved(target, origin)
         if path is not None and not path.startswith(DOCS) and (ROOT / path).exists():

@@ -1,4 +1,4 @@
-"""What soaks have found so far: `tally.json`, one entry per run, and docs/RELIABILITY.md, which is made from it."""
+"""Findings of soaks: `tally.json`, one entry per run, and docs/results/reliability.md, which is made from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TALLY = Path(__file__).with_name("tally.json")
-PAGE = ROOT / "docs" / "RELIABILITY.md"
+PAGE = ROOT / "docs" / "results" / "reliability.md"
 
 Run = dict[str, Any]
 """date, commit, seconds; kinds: {name: {first, behind, seconds, counts}}; failures: [{case, what}], with the commit at
@@ -151,7 +151,7 @@ def counted(counts: Counter[str]) -> str:
 
 
 def page(known: Sequence[Run]) -> str:
-    """docs/RELIABILITY.md of these runs."""
+    """docs/results/reliability.md of these runs."""
     import draws
 
     from soak.ranks import BOUND
