@@ -20,7 +20,7 @@ def is_first() -> bool:
 
 
 def start_ranks(arguments: Sequence[str], ranks: int) -> None:
-    """Run `rewrite ARGUMENTS` on so many processes of this machine.
+    """Run `rewrite ARGUMENTS` on several processes of this machine.
 
     Raises RewriterError with the message of the rank that failed first. The exit code of a failure is that rank's.
     """

@@ -28,7 +28,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and not
 
 
 def list_by_default(context: typer.Context, as_json: bool, listing: Callable[[bool], None]) -> None:
-    """What a command with commands of its own does where none of them is named."""
+    """Run a group of commands where none of them is named: list."""
     if context.invoked_subcommand is None:
         listing(as_json)
     elif as_json:
@@ -103,7 +103,7 @@ SearchedRecipe = Annotated[
 ]
 SearchState = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Where measurements are kept, and taken from. Without it: beside the recipe."),
+    typer.Option(metavar="DIR", help="Folder of measurements, read and written. Without it: next to the recipe."),
 ]
 SearchSeed = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of the text that the model writes.")]
 

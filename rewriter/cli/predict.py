@@ -46,9 +46,9 @@ def predict(
 ) -> None:
     """Predict prefill, time per token and exposed communication of recipes on a cluster. Needs no GPU and no weights.
 
-    --measure takes the computing from one rank that really runs, on this machine's GPU or CPU; only delays are the
-    fabric's, or the pace of messages with --wire. --validate runs the same on a fabric that it calibrates here, and all
-    ranks for real beside it.
+    --measure runs one rank on this machine's GPU or CPU, with the fabric's delays in place of communication; with
+    --wire its messages travel at the fabric's pace. --validate calibrates a fabric here, measures one rank on it, and
+    compares that with all ranks run for real.
     """
     if measure and compiled is not None:
         raise RewriterError(

@@ -22,7 +22,7 @@ def serve(
 ) -> None:
     """Check an output, say which of its all-reduces overlap, and become the serving engine.
 
-    An output that is bound to its ranks is served on so many. What follows -- goes to the engine as it is.
+    An output that is bound to its ranks is served on that number. Arguments after -- go to the engine unchanged.
     """
     from rewriter.serving.command import serve_command
 
