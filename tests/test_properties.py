@@ -85,7 +85,7 @@ def check_generation(family: str, seed: int, ranks: int, directory: Path, tokens
     rewritten = draws.rewrite(rng, trace(directory / "source"), drawn, chosen)
     emitted.write(emit_huggingface(rewritten), directory / "source", directory / "adapted")
     adapted = emitted.load(directory / "adapted")
-    for layer, blocks in enumerate(getattr(adapted.config, "rewriter_pattern", [])):
+    for layer, blocks in enumerate(adapted.config.rewriter_pattern or []):
         mode = chosen.modes()[layer].mode
         assert mode == "desync" or set(blocks.values()) == {mode}
     reference = PerRankReference(model, chosen.modes(), ranks, whole=drawn.whole(ranks))
