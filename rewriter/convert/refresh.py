@@ -32,8 +32,8 @@ from rewriter.weights.header import encode_header, read_header
 from rewriter.weights.references import references_text
 
 # Of config.json: names of kinds and modes may be others, but not which of them are equal.
-_NAMED = ("rewriter_layers", "rewriter_pattern", "rewriter_modes")
-_EXACT = ("rewriter_delays", "rewriter_norms", "rewriter_ranks")
+_NAMED = ("rewriter_layers", "rewriter_pattern")
+_EXACT = ("rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_modes")
 
 
 def refresh(
