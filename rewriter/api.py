@@ -109,7 +109,7 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
 
 
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str] | None = None, **options: Any) -> DiffReport:
-    """What a recipe changed, or two outputs differ in: `rewriter.explain.diff.compare.diff` has the options.
+    """Differences that a recipe makes, or between two outputs: `rewriter.explain.diff.compare.diff` has the options.
 
     diff("out"); diff("out", "other"); diff("model", recipe="ladder", tp=8).to_html()
     """

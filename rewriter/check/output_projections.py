@@ -100,7 +100,7 @@ class Shares:
         """By block, the paths of the norms that its exits' sum passes before it is added to the stream."""
 
     def splittable(self, block: int) -> bool:
-        """Whether something of the block can be divided over ranks."""
+        """True if something of the block can be divided over ranks."""
         return bool(self.of_block[block])
 
     def copy(self, rank: int, split: Collection[int]) -> PreTrainedModel:

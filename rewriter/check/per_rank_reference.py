@@ -168,7 +168,7 @@ def _since(b: int, modes: Sequence[LayerMode], first: Sequence[int]) -> int:
 
 
 def _kept(b: int, modes: Sequence[LayerMode], structure: Structure, first: Sequence[int], split: set[int]) -> bool:
-    """Whether the reduction of desynced block `b` is kept: it is asked for, or the last of its run of layers."""
+    """True if the reduction of desynced block `b` is kept: it is asked for, or the last of its run of layers."""
     place, count = b - first[b], structure.layers.count(structure.layers[b])
     if len(modes[b].keep) != count:
         raise RewriterError(

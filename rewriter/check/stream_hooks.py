@@ -291,7 +291,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _scales(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call multiplies its first argument by a number."""
+    """True if a call multiplies its first argument by a number."""
     return name in _SCALINGS and len(args) == 2 and isinstance(args[1], (int, float)) and not kwargs
 
 

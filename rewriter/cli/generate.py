@@ -136,7 +136,7 @@ def _read_json_lines(file: Path) -> list[Any]:
 
 
 def _asks(messages: Any) -> bool:
-    """Whether they are messages with text that an answer may follow."""
+    """True if they are messages with text that an answer may follow."""
     return (
         isinstance(messages, list)
         and bool(messages)

@@ -10,12 +10,12 @@ from rewriter.common.errors import RewriterError
 
 
 def is_rank() -> bool:
-    """Whether this process is one of several that a launcher started."""
+    """True if this process is one of several that a launcher started."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 def is_first() -> bool:
-    """Whether this process is the only one, or rank 0."""
+    """True if this process is the only one, or rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -285,7 +285,7 @@ def reported() -> Iterator[None]:
 
 
 def end_with_job() -> bool:
-    """Whether a `Processes` started this process. If so, it ends when that does, or at once where that is gone already.
+    """True if a `Processes` started this process. If so, it ends when that does, or at once where that is gone already.
 
     Takes the job's variable out of the environment, since processes that this one starts are not of the job.
     """

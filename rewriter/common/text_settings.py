@@ -36,7 +36,7 @@ def top_setting(config: Mapping[str, Any], *names: str) -> Any:
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Any:
-    """What a config says of how weights are quantized, by either name that tools use; None where it says nothing."""
+    """A config's settings on quantized weights, by either name that tools use; None where it has none."""
     return top_setting(config, *_QUANTIZATION)
 
 

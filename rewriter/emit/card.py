@@ -54,7 +54,7 @@ _DIFF = """`rewrite diff THIS_DIRECTORY` compares it with its source: passes, la
 
 
 def _state(manifest: Manifest) -> list[str]:
-    """Whether the model is damaged, and by what it is healed; or was healed, from what to what."""
+    """Sentences on the damage to the model and what heals it, or on what it was healed from and to."""
     if (found := damage(manifest)) is not None:
         how = f"`{healing('THIS_DIRECTORY')}` heals it by a light fine-tuning."
         return [f"> **Damaged until it is healed**: {found}. {how}\n"]

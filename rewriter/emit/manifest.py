@@ -1,4 +1,4 @@
-"""What a manifest takes from the compiler: the mesh of a program, and the versions at work."""
+"""Manifest entries that the compiler knows: the mesh of a program, and the versions at work."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ _SEVERAL = {"topk": ("top_values", "top_indices"), "sort": ("sorted_values", "or
 
 
 class _Names:
-    """What the values of a body are called."""
+    """Names of the values of a body."""
 
     def __init__(self, body: Body) -> None:
         self.modules, self.operands = body.modules, _attention_operands(body.graph)
@@ -223,7 +223,7 @@ def _operator_name(node: fx.Node) -> str:
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a value holds integers (positions), cast or moved."""
+    """True if a value holds integers (positions), cast or moved."""
     while is_movement(node) or kind_of(node) in ("cast", "view"):
         node = node.all_input_nodes[0]
     value = node.meta.get("val")
@@ -231,7 +231,7 @@ def _counts(node: fx.Node) -> bool:
 
 
 def may_inline(node: fx.Node, text: str) -> bool:
-    """Whether a node's expression may stand where its one use is, without changing the order of module calls."""
+    """True if a node's expression may stand where its one use is, without changing the order of module calls."""
     if node.op not in ("call_function", "call_method") or node.target in _NEVER_INLINED or len(node.users) != 1:
         return False
     user = next(iter(node.users))

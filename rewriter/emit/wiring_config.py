@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,7 @@ from rewriter.ir import Program, args_of
 from rewriter.ir.layer_plan import layer_plans
 from rewriter.ir.marks import Mode
 from rewriter.ir.op_semantics import function_of, kind_of
-from rewriter.ir.residual import Block, by_layer, computes, is_add, is_scaling, read_index, residual_blocks
+from rewriter.ir.residual import Block, by_layer, is_add, is_scaling, read_index, residual_blocks, weighted_modules
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def mode_meanings(program: Program) -> dict[str, dict[str, Any]]:
     only the generated code knows.
     """
     meanings: dict[str, dict[str, Any]] = {b.mode.label: {} for blocks in layer_modes(program) for b in blocks}
-    before = _by_member(residual_blocks(program.origin or program), program.origin or program)
+    original = program.origin or program
+    before = {path: b for b in residual_blocks(original) for path in weighted_modules(b, original.modules)}
     for block in residual_blocks(program):
         meaning = meanings.setdefault(block.mode.label, {})
         if block.mode.sum != "all_reduce":
@@ -84,26 +85,17 @@ def mode_meanings(program: Program) -> dict[str, dict[str, Any]]:
         elif block.mode.reads == "earlier_and_own":
             meaning["own_part"] = True
         elif not block.mode.own_residual:
-            sources = list(dict.fromkeys(before[path] for path in _members(block, program) if path in before))
+            paths = weighted_modules(block, program.modules)
+            sources = list(dict.fromkeys(before[path] for path in paths if path in before))
             factor = _ratio(block.writes, [write for source in sources for write in source.writes])
             known = meaning.setdefault("factor", factor)
-            same = _operators([block], program) == _operators(sources, program.origin or program)
+            same = _operators([block], program) == _operators(sources, original)
             if factor is None or factor != known or not same:
                 meaning["altered"] = True
     for meaning in meanings.values():
         if meaning.get("factor") == 1.0:
             del meaning["factor"]
     return meanings
-
-
-def _members(block: Block, program: Program) -> list[str]:
-    """Paths of the modules of a block that multiply by weights."""
-    called = [str(n.target) for n in block.branch if n.op == "call_module"]
-    return [path for path in called if computes(program.modules[path])]
-
-
-def _by_member(blocks: tuple[Block, ...], program: Program) -> Mapping[str, Block]:
-    return {path: block for block in blocks for path in _members(block, program)}
 
 
 def _ratio(writes: Sequence[fx.Node], before: Sequence[fx.Node]) -> float | None:
@@ -125,10 +117,10 @@ def _factor(write: fx.Node) -> float:
 
 
 def _operators(blocks: list[Block], program: Program) -> Counter[str]:
-    """What blocks compute, apart from norms, sums, factors and collectives."""
+    """Operators of blocks, apart from norms, sums, factors and collectives."""
     counts: Counter[str] = Counter()
     for block in blocks:
-        counts.update(_members(block, program))
+        counts.update(weighted_modules(block, program.modules))
         for node in block.branch:
             plain = is_add(node) or is_scaling(node) or kind_of(node) == "collective"
             if node.op == "call_function" and not plain:

@@ -115,7 +115,7 @@ class Exchange:
         return 0
 
     def place(self, message: PlannedMessage) -> memoryview | None:
-        """Where the bytes of a message are to be put; None: they are not looked at."""
+        """Memory for the bytes of a message; None: they are not looked at."""
         return None
 
     def arrived(self, message: PlannedMessage, due: int) -> None:

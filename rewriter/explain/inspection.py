@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group
@@ -19,11 +19,11 @@ from rewriter.common.garbage import collector_paused
 from rewriter.common.numbers import json_text
 from rewriter.common.text_settings import declared_dtype
 from rewriter.explain.inspection_tables import tables
+from rewriter.explain.plan_table import plan_data, plan_text
 from rewriter.explain.sequence_table import sequence, with_length
 from rewriter.ir import Program
 from rewriter.ir.communication import by_layer, by_place, collectives, quantized, summary
 from rewriter.ir.layer_plan import BlockPlan, layer_plans
-from rewriter.ir.plan_table import plan_data, plan_text
 from rewriter.ir.residual import annotate, stream_values
 from rewriter.passes.placement.rank_memory import memory
 from rewriter.passes.tensor_parallel import TensorParallel
@@ -38,12 +38,16 @@ from rewriter.tracing.meta_model import build_skeleton, load_config
 class Inspection:
     """Blocks, communication, sequence, memory, rules and header of a model, as JSON values by these names.
 
-    Printing it with rich gives tables. `plan` is the plan of its layers as text: reads, sums, what crosses to the next
-    layer, and how ranks hold every tensor.
+    Printing it with rich gives tables.
     """
 
     data: Mapping[str, Any]
-    plan: str
+    program: Program = field(repr=False)
+
+    @property
+    def plan(self) -> str:
+        """The plan of every layer as text: reads, sums, what crosses to the next layer, how ranks hold each tensor."""
+        return plan_text(self.program)
 
     def to_json(self) -> str:
         return json_text(self.data, indent=2)
@@ -110,7 +114,7 @@ def inspect(
         "memory": asdict(memory(after)),
         "rules": rules,
     }
-    return Inspection(data, plan_text(after))
+    return Inspection(data, after)
 
 
 def _applied(

@@ -114,8 +114,8 @@ class Placement:
 
 
 def place(ranks: Sequence[int], node: int) -> Placement:
-    """Where `ranks` are in a job that fills nodes of `node` ranks in order. Takes as long for a large `range` as for a
-    small one."""
+    """Nodes and places of `ranks` in a job that fills nodes of `node` ranks in order. Takes as long for a
+    large `range` as for a small one."""
     home = ranks[0] // node
     if isinstance(ranks, range):
         inside = range(home * node, (home + 1) * node)

@@ -50,7 +50,7 @@ def _bias_inputs(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _ends_in_bias(node: fx.Node, biases: set[tuple[fx.Node, fx.Node]]) -> bool:
-    """Whether everything that is made of `node` is a bias of attention."""
+    """True if everything that is made of `node` is a bias of attention."""
     for user in node.users:
         if user.target is ops.attention:
             if node in user.args or node is user.kwargs.get("sinks"):

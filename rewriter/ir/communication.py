@@ -18,7 +18,7 @@ from torch import fx
 
 from rewriter.common.text_settings import declared_dtype
 from rewriter.ir import Module, Parameter, Program, args_of, nodes_inside, ops, reachable
-from rewriter.ir.marks import marks
+from rewriter.ir.marks import block_of, marks
 from rewriter.ir.op_semantics import ends_collective, function_of, sends
 from rewriter.ir.residual import computes
 from rewriter.ir.shapes import wiring_shapes
@@ -98,7 +98,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     inside: dict[int, tuple[tuple[int, int], ...]] = {}
     for node in program.graph.nodes:
         layer = marks(node).layer
-        index = marks(node).writes if marks(node).block is None else marks(node).block
+        index = block_of(node)
         if sends(node):
             gather = function_of(node) == "gather"
             shape = shapes[node] or ()

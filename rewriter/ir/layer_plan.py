@@ -15,8 +15,16 @@ from torch import fx
 
 from rewriter.ir import Leaf, Module, Program, args_of, ops, walk_modules
 from rewriter.ir.communication import Collective, collectives, local_values
-from rewriter.ir.marks import Mode, in_stream, marks, running_layer, stream_index
-from rewriter.ir.residual import Block, BlockKind, by_layer, computes, residual_blocks, stream_values
+from rewriter.ir.marks import Mode, block_of, in_stream, marks, running_layer, stream_index
+from rewriter.ir.residual import (
+    Block,
+    BlockKind,
+    by_layer,
+    computes,
+    residual_blocks,
+    stream_values,
+    weighted_modules,
+)
 
 Reduction = Literal["none", "exposed", "hidden", "dropped"]
 
@@ -171,8 +179,7 @@ class _Planner:
     def _split(self, block: Block) -> str:
         if not self.program.mesh:
             return "one device"
-        called = [str(n.target) for n in block.branch if n.op == "call_module"]
-        parts = [path in self.split_paths for path in called if computes(self.program.modules[path])]
+        parts = [path in self.split_paths for path in weighted_modules(block, self.program.modules)]
         return "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
 
 
@@ -193,19 +200,15 @@ def _meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[int, int]
     since: dict[fx.Node, tuple[int | None, set[int | None]]] = {}
     for node in graph.nodes:
         if node.target is ops.all_reduce_start:
-            since[node] = (_block_of(node), set())
+            since[node] = (block_of(node), set())
         elif node.target is ops.all_reduce_wait:
             block, others = since.pop(args_of(node)[0])
             if block is not None:
                 result[block] = len(others)
         elif node.op == "call_module" and computes(modules[str(node.target)]):
             for block, others in since.values():
-                others |= {_block_of(node)} - {block, None}
+                others |= {block_of(node)} - {block, None}
     return result
-
-
-def _block_of(node: fx.Node) -> int | None:
-    return marks(node).writes if marks(node).block is None else marks(node).block
 
 
 def _crossing(graph: fx.Graph, layers: int, local: set[fx.Node]) -> list[tuple[str, ...]]:

@@ -129,8 +129,14 @@ def running_layer(node: fx.Node) -> int | None:
     return own.layer if own.runs_in == UNSCHEDULED else own.runs_in
 
 
+def block_of(node: fx.Node) -> int | None:
+    """The residual block of a node: that it belongs to, or whose write it carries; None outside of blocks."""
+    own = marks(node)
+    return own.writes if own.block is None else own.block
+
+
 def in_stream(node: fx.Node) -> bool:
-    """Whether the value is one of the residual stream."""
+    """True if the value is one of the residual stream."""
     return marks(node).stream is not None
 
 

@@ -89,12 +89,12 @@ class Operator:
 
     @property
     def creates(self) -> bool:
-        """Whether the result depends on sizes and numbers alone."""
+        """True if the result depends on sizes and numbers alone."""
         return self.kind in ("creation", "creation_like")
 
     @property
     def is_filled(self) -> bool:
-        """Whether every element of the result has a value."""
+        """True if every element of the result has a value."""
         return self.fill is not None or self.fill_at is not None
 
 
@@ -224,33 +224,33 @@ def function_of(node: fx.Node) -> str:
 
 
 def is_movement(node: fx.Node) -> bool:
-    """Whether a node moves elements and computes nothing, in a way that a rank can do on its shard."""
+    """True if a node moves elements and computes nothing, in a way that a rank can do on its shard."""
     row = operator_of(node)
     return row is not None and row.kind in _MOVING and row.local
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether a node computes each element from those at the same place."""
+    """True if a node computes each element from those at the same place."""
     return kind_of(node) in ("pointwise", "cast")
 
 
 def sends(node: fx.Node) -> bool:
-    """Whether a node begins a collective: an all-reduce or an all-gather, waited for in place or later."""
+    """True if a node begins a collective: an all-reduce or an all-gather, waited for in place or later."""
     return kind_of(node) == "collective" and function_of(node) in ("sum", "start", "gather")
 
 
 def starts_sum(node: fx.Node) -> bool:
-    """Whether a node begins an all-reduce, which works in place: it overwrites the partial sum that it is given."""
+    """True if a node begins an all-reduce, which works in place: it overwrites the partial sum that it is given."""
     return kind_of(node) == "collective" and function_of(node) in ("sum", "start")
 
 
 def ends_collective(node: fx.Node) -> bool:
-    """Whether all ranks hold the same value after a node, whatever they held before it."""
+    """True if all ranks hold the same value after a node, whatever they held before it."""
     return kind_of(node) == "collective" and function_of(node) in ("sum", "wait", "gather", "agreed")
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether a node is a sum or mean over dimensions that it names: ranks may complete it by an all-reduce."""
+    """True if a node is a sum or mean over dimensions that it names: ranks may complete it by an all-reduce."""
     named = kind_of(node) == "reduction" and function_of(node) in ("sum", "mean")
     return named and argument(node, "dim") is not None
 

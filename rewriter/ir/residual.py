@@ -54,13 +54,13 @@ class NoStream(RewriterError):
 
 
 def is_add(node: fx.Node) -> bool:
-    """Whether `node` adds two tensors of the wiring."""
+    """True if `node` adds two tensors of the wiring."""
     operands = [a for a in node.args if isinstance(a, fx.Node)]
     return function_of(node) == "add" and len(operands) == len(node.args) == 2 and not node.kwargs
 
 
 def is_scaling(node: fx.Node) -> bool:
-    """Whether `node` multiplies a value of a layer's wiring by a number, or divides it by one.
+    """True if `node` multiplies a value of a layer's wiring by a number, or divides it by one.
 
     An ATen operator stands around the layers (Granite scales its embeddings): what it makes is a value like any other.
     """
@@ -119,7 +119,7 @@ def _unscaled(term: fx.Node) -> fx.Node:
 
 
 def is_inner(operand: fx.Node) -> bool:
-    """Whether a value is an add that one node reads, and no value of the stream."""
+    """True if a value is an add that one node reads, and no value of the stream."""
     return is_add(operand) and len(operand.users) == 1 and not in_stream(operand)
 
 
@@ -219,7 +219,7 @@ def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKin
 
 
 def attends(module: Module) -> bool:
-    """Whether an attention node is anywhere inside."""
+    """True if an attention node is anywhere inside."""
     return isinstance(module, Body) and (module.attends or any(attends(m) for m in module.modules.values()))
 
 
@@ -234,5 +234,11 @@ def _has_projection(module: Module) -> bool:
 
 
 def computes(module: Module) -> bool:
-    """Whether it multiplies by weight matrices, in contrast to norms and glue."""
+    """True if it multiplies by weight matrices, in contrast to norms and glue."""
     return _has_projection(module) or _has_experts(module)
+
+
+def weighted_modules(block: Block, modules: Mapping[str, Module]) -> list[str]:
+    """Paths of the modules of a block that multiply by weights, in order."""
+    called = [str(node.target) for node in block.branch if node.op == "call_module"]
+    return [path for path in called if computes(modules[path])]

@@ -188,7 +188,7 @@ class Source:
     renewed_after: int | None = None
 
     def alike(self, layer: int, other: int) -> bool:
-        """Whether two layers are of one class and were traced without the same arguments."""
+        """True if two layers are of one class and were traced without the same arguments."""
         return self.layer_kinds[layer] == self.layer_kinds[other] and self.absent[layer] == self.absent[other]
 
     def module_of(self, class_name: str) -> str:
@@ -373,7 +373,7 @@ def drop_dead_nodes(graph: fx.Graph) -> None:
 
 
 def is_dropout(module: Module | None) -> bool:
-    """Whether a module is torch's dropout."""
+    """True if a module is torch's dropout."""
     return isinstance(module, Leaf) and module.kind == "Dropout"
 
 

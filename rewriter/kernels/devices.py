@@ -1,4 +1,4 @@
-"""Where kernels run: whether Triton is there, and which GPU it launches on."""
+"""Devices of kernels: the presence of Triton, and the GPU that it launches on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @cache
 def has_triton() -> bool:
-    """Whether the kernels can be imported: there is no Triton for macOS and Windows."""
+    """True if the kernels can be imported: there is no Triton for macOS and Windows."""
     return importlib.util.find_spec("triton") is not None
 
 

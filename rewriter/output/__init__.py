@@ -1,1 +1,1 @@
-"""What an output directory says of itself; read by the compiler and by the ranks of the runtime."""
+"""Contents of an output directory as it declares them; read by the compiler and by the ranks of the runtime."""

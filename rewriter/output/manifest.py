@@ -42,7 +42,7 @@ class SkippedPass(_Part):
 
 
 class SequenceEntry(_Part):
-    """How the tokens of a sequence are sharded over ranks: `rewriter.ir.ops.SequencePlan`."""
+    """Sharding of a sequence's tokens over ranks: `rewriter.ir.ops.SequencePlan`."""
 
     kind: str
     grid: tuple[int, int, int]
@@ -108,7 +108,7 @@ class PerRank(_Part):
 
 
 class QuantizedEntry(_Part):
-    """What travels quantized between ranks, and only there: `rewriter.ir.communication.QuantizedTraffic`.
+    """Messages that travel quantized between ranks, and only there: `rewriter.ir.communication.QuantizedTraffic`.
 
     Bytes are those of all `reductions` of a forward pass per token, with scales; `exact_bytes_per_token` unquantized.
     """
@@ -130,7 +130,7 @@ class CheckEntry(_Part):
 
 
 class Drift(_Part):
-    """How far next-token predictions of the rewritten model are from the original's, over `tokens` positions.
+    """Distance of the rewritten model's next-token predictions from the original's, over `tokens` positions.
 
     `kl` is the mean of KL(original ‖ rewritten) in nats, `top1_agreement` how often the likeliest token is the same;
     the perplexities are those of the text itself. `text` says what was read.
@@ -145,7 +145,7 @@ class Drift(_Part):
 
 
 class Verified(_Part):
-    """What was compared, and in words what was not and why. `level` is none, shrunken or full."""
+    """Comparisons, and notes on what was not compared and why. `level` is none, shrunken or full."""
 
     level: str
     checks: list[CheckEntry] = []
@@ -154,7 +154,7 @@ class Verified(_Part):
 
 
 class Golden(_Part):
-    """Where the golden logits are, computed in fp32 from the real weights on one device."""
+    """File of the golden logits, computed in fp32 from the real weights on one device."""
 
     file: str
     tokens: int

@@ -43,7 +43,7 @@ class ModuleEntry:
 
     @property
     def name(self) -> str:
-        """Of the mesh."""
+        """Name of the mesh."""
         return mesh_name(self.mesh)
 
     @property
@@ -56,7 +56,7 @@ class ModuleEntry:
 
     @property
     def processes(self) -> int:
-        """Of one copy of the model."""
+        """Number of processes of one copy of the model."""
         return ranks_of(self.mesh)
 
     def path(self, name: str) -> Path:

@@ -161,13 +161,13 @@ STREAM = (
 
 
 def carries_stream(node: fx.Node) -> bool:
-    """Whether what is summed has the residual stream in it, and not only what blocks add to it."""
+    """True if what is summed has the residual stream in it, and not only what blocks add to it."""
     summed = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" else n.all_input_nodes)
     return any(map(in_stream, summed))
 
 
 def is_quantized(program: Program) -> bool:
-    """Whether anything of `program` travels quantized."""
+    """True if anything of `program` travels quantized."""
     plan = sequence_plan(program)
     keys = plan is not None and plan.quantized is not None
     return keys or any(starts_sum(n) and n.kwargs for n in program.graph.nodes)

@@ -64,7 +64,7 @@ def check_ranks(program: Program, name: str) -> int:
 
 
 def is_reduced(write: fx.Node) -> bool:
-    """Whether a write is a sum over ranks, possibly times numbers."""
+    """True if a write is a sum over ranks, possibly times numbers."""
     return write.target is ops.all_reduce or (_is_linear(write) and is_reduced(write.all_input_nodes[0]))
 
 
@@ -74,7 +74,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:
-    """Whether a write is a sum over ranks, times numbers or normed."""
+    """True if a write is a sum over ranks, times numbers or normed."""
     while write.target is not ops.all_reduce:
         module = modules[str(write.target)] if write.op == "call_module" else None
         norms = module is not None and not isinstance(module, Opaque) and not computes(module)
@@ -85,7 +85,7 @@ def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:
 
 
 def is_normed(write: fx.Node) -> bool:
-    """Whether a norm stands between a reduced write and its sum."""
+    """True if a norm stands between a reduced write and its sum."""
     return not is_reduced(write)
 
 

@@ -249,6 +249,6 @@ class _Sharder:
 
 
 def _reads_tokens(node: fx.Node) -> bool:
-    """Whether a module is given token ids. Positions are ids too, and their table may have as many rows."""
+    """True if a module is given token ids. Positions are ids too, and their table may have as many rows."""
     sources = reachable([node], lambda n: () if n.target is aten.sym_size.int else n.all_input_nodes)
     return any(n.op == "placeholder" and n.target == "input_ids" for n in sources)

@@ -133,7 +133,7 @@ def spec(
 
 
 def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
-    """What this rank measures, all others emulated; in wire mode by an environment process, which lasts as long."""
+    """Measurements of this rank, all others emulated; in wire mode by an environment process, which lasts as long."""
     assert found.emulation is not None
     values = {**found.emulation, "real": [rank]}
     if values["mode"] == "delay":

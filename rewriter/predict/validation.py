@@ -43,7 +43,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether the error is within 3 % or twice the real launches' own spread, whichever is larger."""
+        """True if the error is within 3 % or twice the real launches' own spread, whichever is larger."""
         return abs(self.error) <= max(WITHIN, 2 * self.spread)
 
 

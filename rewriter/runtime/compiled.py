@@ -202,7 +202,7 @@ def in_memory(x: Tensor) -> Tensor:
 
 
 def _few_rows(input: Any) -> bool:
-    """Whether a node's value has so few rows, on the CPU, in every call."""
+    """True if a node's value has so few rows, on the CPU, in every call."""
     value = input.meta.get("example_value") if isinstance(input, fx.Node) else None
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return False

@@ -1,4 +1,4 @@
-"""What a forward pass must know besides its tokens, and the tokens of full sequences that this rank holds.
+"""Context of a forward pass besides its tokens, and the tokens of full sequences that this rank holds.
 
 Users pass full sequences. Inside a model every rank holds its own tokens, and only attention looks at those of others:
 
@@ -193,7 +193,7 @@ def _digest(x: Tensor | None, device: torch.device) -> Tensor:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Of the bits of x, with weights by place: an int64 without dimensions."""
+    """Checksum of the bits of x, with weights by place: an int64 without dimensions."""
     bits = x.reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, len(bits), _PIECE):

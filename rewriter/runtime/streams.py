@@ -20,7 +20,7 @@ _CAPTURED = ("nccl", "emulated")  # backends whose collectives are kernels on st
 
 
 def host_waits(x: Tensor) -> bool:
-    """Whether the host, to read values of tensors like `x`, waits for what is computed before."""
+    """True if the host, to read values of tensors like `x`, waits for what is computed before."""
     return x.is_cuda
 
 
@@ -104,7 +104,7 @@ def _all_agree(yes: bool, device: torch.device, group: ProcessGroup | None) -> b
 
 
 class Branch:
-    """What `fork` returns: a context in which kernels are launched on another stream, and `join`."""
+    """Result of `fork`: a context in which kernels are launched on another stream, and `join`."""
 
     def __init__(self, side: torch.cuda.Stream | None, read: tuple[Tensor, ...]) -> None:
         self._side, self._read = side, read
@@ -141,7 +141,7 @@ def fork(*read: Tensor) -> Branch:
 
 
 def on_streams(x: Tensor) -> bool:
-    """Whether a branch beside computation with `x` has a stream of its own."""
+    """True if a branch beside computation with `x` has a stream of its own."""
     return x.is_cuda and not torch.is_grad_enabled()
 
 

@@ -53,7 +53,7 @@ REWRITES = (
 )  # fmt: skip
 FORMATS = {"int8": "messages in 8 bits", "int4-hadamard": "messages in 4 bits, rotated"}
 DOES = {**{rewrite.name: rewrite.does for rewrite in REWRITES}, **FORMATS}
-"""What becomes of a layer, by name of a rewrite or of a format of its messages."""
+"""Description of a layer, by name of a rewrite or of a format of its messages."""
 
 BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
 

@@ -1,4 +1,4 @@
-"""What rewrites change on a text: only what they change is computed, then the rest of the original on the result.
+"""Effects of rewrites on a text: only what they change is computed, then the rest of the original on the result.
 
 The original is computed once in each window. Each of its layers is then run on the residual streams of all mixes that
 ended before it, a few at a time. So a layer's weights are read once for many mixes.
@@ -37,7 +37,7 @@ def keep_shared(known: Applied) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """What a rewrite changes on one window: sums in nats over the window's tokens.
+    """Effect of a rewrite on one window: sums in nats over the window's tokens.
 
     `divergence`: KL(original ‖ rewritten) over its `tokens` positions; `rise`: of the loss, over `predicted` tokens.
     """
@@ -49,7 +49,7 @@ class Change:
 
 
 class Reference:
-    """What the original predicts in one window: from its token ids, int64 [T], and logits [T, vocabulary]."""
+    """Predictions of the original in one window: from its token ids, int64 [T], and logits [T, vocabulary]."""
 
     def __init__(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.following = ids[1:, None]
@@ -57,7 +57,7 @@ class Reference:
         self.loss = -float(self.log[:-1].gather(-1, self.following).double().sum())
 
     def change(self, logits: torch.Tensor) -> Change:
-        """What other logits [T, vocabulary] make of it."""
+        """Effect of other logits [T, vocabulary]."""
         divergence = loss = 0.0
         for first in range(0, len(logits), _ROWS):
             old, new = self.log[first : first + _ROWS], logits[first : first + _ROWS].float().log_softmax(-1)
@@ -109,7 +109,7 @@ class Computed:
         self._head = between(original, [self.starts[-1]])
 
     def part(self, mix: Mix) -> Part:
-        """What differs from the original under `mix`, which changes something, its messages quantized however short.
+        """Effect of `mix`, compared with the original, which changes something, its messages quantized however short.
         Raises RewriterError as passes do."""
         recipe = recipe_of(mix)
         disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
@@ -127,7 +127,7 @@ class Computed:
 
     @torch.no_grad()
     def changes(self, parts: Sequence[Part], ids: torch.Tensor) -> list[Change]:
-        """What each part changes in one window, int64 [T]."""
+        """Effect of each part in one window, int64 [T]."""
         logits, *values = self._run(self._whole, ids)
         reference = Reference(ids, logits[0])
         groups: list[tuple[list[int], torch.Tensor]] = []  # numbers of parts, and their streams [N, T, D]
@@ -150,7 +150,7 @@ class Computed:
 
     @torch.no_grad()
     def reference(self, ids: torch.Tensor) -> Reference:
-        """What the original predicts in one window, int64 [T]."""
+        """Predictions of the original in one window, int64 [T]."""
         return Reference(ids, self._run(self.original, ids)[0])
 
     def _run(

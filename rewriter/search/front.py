@@ -50,7 +50,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Costs:
-    """What rewrites of layers cost alone, nats per token: mixes of one placement or one format. A `factor` by rewrite
+    """Costs of single rewrites of layers, nats per token: mixes of one placement or one format. A `factor` by rewrite
     says how much more it costs in a mix."""
 
     alone: Mapping[Mix, float]

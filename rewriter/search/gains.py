@@ -1,4 +1,4 @@
-"""What mixes gain on a fabric, predicted by simulation."""
+"""Gains of mixes on a fabric, predicted by simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mixes change on windows of text, measured on the weights, each once: a cache keeps it for another search."""
+"""Effects of mixes on windows of text, measured on the weights, each once: a cache keeps it for another search."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class StreamedWeights(Mapping[str, torch.Tensor]):
 
 @dataclass
 class Measurements:
-    """Of one model on one text. What is in the `store` is not measured again. `refused`: by rewrite that applies to no
-    layer, or not to all, why not."""
+    """Measurements of one model on one text. Those in the `store` are not made again. `refused`: by rewrite that
+    applies to no layer, or not to all, why not."""
 
     computed: Computed
     text: Text
@@ -126,7 +126,7 @@ class Measurements:
         return list(self._parts)
 
     def alone(self, mixes: Sequence[Mix], report: Callable[[float, float], None]) -> dict[Mix, Change]:
-        """What each mix changes in the first window of the calibration text."""
+        """Effect of each mix in the first window of the calibration text."""
         changes = self._changes(mixes, self.text.calibration[:1], "alone", report)
         return {mix: of_windows[0] for mix, of_windows in changes.items()}
 
@@ -155,7 +155,7 @@ class Measurements:
     def _changes(
         self, mixes: Sequence[Mix], windows: torch.Tensor, what: str, report: Callable[[float, float], None]
     ) -> dict[Mix, list[Change]]:
-        """What each mix changes on each of `windows`, int64 [N, T]."""
+        """Effect of each mix on each of `windows`, int64 [N, T]."""
         keys = {mix: f"{what} {mix.key}" for mix in mixes}
         missing = [mix for mix, key in keys.items() if key not in self.store.values]
         for first in range(0, len(missing), _AT_ONCE):

@@ -1,4 +1,4 @@
-"""What a rise in loss is measured on: tokens in windows, some to choose by, some held out."""
+"""Texts that a rise in loss is measured on: tokens in windows, some to choose by, some held out."""
 
 from __future__ import annotations
 

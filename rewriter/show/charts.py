@@ -27,7 +27,7 @@ _CHOSEN = "m0-8l8 8-8 8-8-8z"
 
 
 def bars(predictions: Sequence[Prediction]) -> str:
-    """How many times the first recipe's tokens per second each recipe gives, as bars from zero; empty without any."""
+    """Tokens per second of each recipe in multiples of the first's, as bars from zero; empty without any."""
     if not predictions:
         return ""
     left, row, bar = 200.0, 28.0, 18.0
@@ -58,7 +58,7 @@ def bars(predictions: Sequence[Prediction]) -> str:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Where values stand in a plot whose right margin is `right` wide. `across` and `up` are from 0 to 1."""
+    """Places of values in a plot whose right margin is `right` wide. `across` and `up` are from 0 to 1."""
 
     right: float
     across: Callable[[float], float]
@@ -89,8 +89,8 @@ class _Plot:
 
 
 def pareto(points_of: Mapping[str, Sequence[PredictedPoint]]) -> str:
-    """What a user waits for a token against what a GPU earns, over batches and TP degrees: a front per recipe; empty
-    without points. Both axes are logarithmic. Hollow points do not fit in memory."""
+    """Time per token of a user against tokens per second of a GPU, over batches and TP degrees: a front per recipe;
+    empty without points. Both axes are logarithmic. Hollow points do not fit in memory."""
     points = [point for line in points_of.values() for point in line]
     if not points:
         return ""

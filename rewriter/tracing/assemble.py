@@ -423,7 +423,7 @@ def _outputs(output: Any, wanted: Collection[int] | None) -> dict[int, int] | No
 
 
 def residual_input(body: Body) -> int | None:
-    """Which input of `body` its first result is the sum of and something else; None when there is none."""
+    """The input of `body` whose sum with something else is its first result; None when there is none."""
     total = _first_result(body.graph)
     if not is_add(total) or len(total.users) != 1:
         return None

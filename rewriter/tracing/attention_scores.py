@@ -204,7 +204,7 @@ class Scores:
         return seen_by(lambda length, stand_in: hidden(value.evaluate(length, stand_in)), value)
 
     def _only_hides(self, term: Term) -> bool:
-        """Whether a static term is 0 wherever it does not hide."""
+        """True if a static term is 0 wherever it does not hide."""
         value = self.static.of(term.node)
         assert value is not None
         found = [value.evaluate(length, None) * term.factor for length in (1, 21)]
@@ -267,18 +267,18 @@ def _uncast(node: Any) -> Any:
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """Whether a node is the product of its first two arguments, which may have batch dimensions."""
+    """True if a node is the product of its first two arguments, which may have batch dimensions."""
     return node.target in (aten.matmul.default, aten.bmm.default)
 
 
 def is_same(node: fx.Node) -> bool:
-    """Whether a node has the values of its first argument: a cast, a copy, an expand to the shape that is there."""
+    """True if a node has the values of its first argument: a cast, a copy, an expand to the shape that is there."""
     copies = node.target is aten.expand.default and shape_of(args_of(node)[0]) == shape_of(node)
     return copies or kind_of(node) in ("cast", "copy")
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node gives its argument other sizes, or makes it contiguous."""
+    """True if a node gives its argument other sizes, or makes it contiguous."""
     return kind_of(node) == "view" or node.target is aten.contiguous.default
 
 
@@ -288,6 +288,6 @@ def shape_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def folds(before: fx.Node, after: fx.Node) -> bool:
-    """Whether a view only folds heads into the batch, takes them apart again, or changes nothing."""
+    """True if a view only folds heads into the batch, takes them apart again, or changes nothing."""
     a, b = shape_of(before), shape_of(after)
     return a == b or ({len(a), len(b)} == {3, 4} and a[-2:] == b[-2:])

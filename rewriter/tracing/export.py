@@ -270,7 +270,7 @@ def as_linear(graph: fx.Graph, module: nn.Module) -> Leaf | None:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module inside a body is kept as a call: leaves, and small modules with tensors (norms)."""
+    """True if a module inside a body is kept as a call: leaves, and small modules with tensors (norms)."""
     if as_leaf(module) is not None:
         return True
     if is_experts(module):

@@ -64,13 +64,13 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _is_empty(node: fx.Node) -> bool:
-    """Whether a node makes a tensor whose values are undefined."""
+    """True if a node makes a tensor whose values are undefined."""
     row = operator_of(node)
     return row is not None and row.creates and not row.is_filled
 
 
 def _reads_no_values(node: fx.Node) -> bool:
-    """Whether a node reads of its first argument only the size, dtype and device."""
+    """True if a node reads of its first argument only the size, dtype and device."""
     return kind_of(node) in ("size", "creation_like") or node.target is aten.fill.Tensor
 
 

@@ -238,7 +238,7 @@ def _converters() -> dict[Any, Callable[[_Cleaner, fx.Node, Any], Any]]:
 
 
 def _is_attended(node: fx.Node) -> bool:
-    """Whether an exported value is what attention returned, but for casts."""
+    """True if an exported value is what attention returned, but for casts."""
     while _is_no_op(node) or _cast_dtype(node) is not None:
         node = args_of(node)[0]
     return node.target is _traced.attention.default
@@ -265,7 +265,7 @@ def _is_no_op(node: fx.Node) -> bool:
 
 
 def _is_times_one(node: fx.Node) -> bool:
-    """Whether a node multiplies or divides by the number 1 and leaves the dtype as it is: every bit stays."""
+    """True if a node multiplies or divides by the number 1 and leaves the dtype as it is: every bit stays."""
     if function_of(node) not in ("mul", "div") or len(node.args) != 2 or type(args_of(node)[1]) not in (int, float):
         return False
     source = args_of(node)[0].meta["val"]

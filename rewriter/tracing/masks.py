@@ -240,7 +240,7 @@ class StaticGraph:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a size could be computed from it. A number of 2^60 and more, such as a dtype's lowest, only hides."""
+    """True if a size could be computed from it. A number of 2^60 and more, such as a dtype's lowest, only hides."""
     return type(value) in (int, float) and 0 < abs(value) < 1 << 60
 
 

@@ -107,7 +107,7 @@ def _refuse_adapter_of_the_hub(source: str) -> None:
 
 
 def needs_own_code(config: Mapping[str, Any]) -> bool:
-    """Whether transformers has no classes for a config that names some of the model's own (`auto_map`). Where it has
+    """True if transformers has no classes for a config that names some of the model's own (`auto_map`). Where it has
     them it uses them unless it is told otherwise, and many models keep the names from before it had."""
     own, kind = config.get("auto_map") or {}, config.get("model_type")
     causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" not in own
@@ -267,7 +267,7 @@ def fingerprint(module: nn.Module) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is told from others by how it prints: numbers, text, dtypes, and collections of them."""
+    """True if a value is told from others by how it prints: numbers, text, dtypes, and collections of them."""
     if isinstance(value, dict):
         return all(map(_is_plain, (*value.keys(), *value.values())))
     if isinstance(value, (list, tuple)):

@@ -124,7 +124,7 @@ def _other_size(model: PreTrainedModel, name: str, found: tuple[int, ...], wante
 
 
 def _equal(checkpoint: Checkpoint, one: Expression, other: Expression) -> bool:
-    """Whether two tensors have the same values, compared by parts that are given back to the system."""
+    """True if two tensors have the same values, compared by parts that are given back to the system."""
     if one == other:
         return True
     if one.shape(checkpoint.shapes) != other.shape(checkpoint.shapes):
@@ -182,7 +182,7 @@ def refuse_unexplained_scales(
 
 
 def other_names(missing: Collection[str], unused: Mapping[str, str]) -> str:
-    """Where the `missing` parameters of a model are among the unused tensors under longer or shorter names: which, and
+    """The unused tensors that are `missing` parameters of a model under longer or shorter names: which, and
     the next step. Empty where they are not. `unused` maps names to what they would be called in the model."""
     found = {*unused, *unused.values()}
     bare = {".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in found}

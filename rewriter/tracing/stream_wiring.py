@@ -84,7 +84,7 @@ def keep_tokens(graph: fx.Graph, modules: Mapping[str, Module]) -> None:
 
 
 def _flattens(node: fx.Node) -> bool:
-    """Whether a node is `x.reshape(-1, x.size(-1))`."""
+    """True if a node is `x.reshape(-1, x.size(-1))`."""
     if node.op != "call_method" or node.target not in _RESHAPES or len(node.args) != 3 or node.args[1] != -1:
         return False
     size, width = node.args[2], ("call_method", "size", (node.args[0], -1))
@@ -113,7 +113,7 @@ def _until_restored(flat: fx.Node, source: fx.Node, modules: Mapping[str, Module
 
 
 def _restores(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node is `y.view(source.shape)`."""
+    """True if a node is `y.view(source.shape)`."""
     if node.op != "call_method" or node.target not in _RESHAPES or len(node.args) != 2:
         return False
     shape = node.args[1]

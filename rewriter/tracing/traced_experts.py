@@ -28,7 +28,7 @@ def _experts(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers lets an experts function compute `module`."""
+    """True if transformers lets an experts function compute `module`."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "down_proj")
 
 

@@ -83,7 +83,7 @@ _GLUE_METHODS = ("to", "type", "float", "add", "add_", "mul", "contiguous")
 
 
 def only_calls_and_sums(wiring: fx.Graph) -> bool:
-    """Whether a layer's wiring only calls children and adds, scales, drops out or converts what they return."""
+    """True if a layer's wiring only calls children and adds, scales, drops out or converts what they return."""
     placeholders = [n for n in wiring.nodes if n.op == "placeholder"]
     handed_on = all(u.op == "call_module" or u.target is operator.getitem for p in placeholders[1:] for u in p.users)
     return handed_on and all(
@@ -132,7 +132,7 @@ def cast_to_dtype_of(node: fx.Node) -> fx.Node | None:
 
 
 def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node of a layer's wiring converts its first argument to `dtype`."""
+    """True if a node of a layer's wiring converts its first argument to `dtype`."""
     if node.op != "call_method" or node.target not in ("to", "type", "float"):
         return False
     given = [*args_of(node)[1:], *node.kwargs.values()]

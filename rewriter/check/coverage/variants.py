@@ -70,7 +70,7 @@ def _words(kind: type) -> dict[str, tuple[Any, ...]]:
 
 @torch.no_grad()
 def changes_forward(one: PreTrainedModel, config: PreTrainedConfig) -> bool:
-    """Whether the model of `config` has other parameters than `one`, or computes something else with the same.
+    """True if the model of `config` has other parameters than `one`, or computes something else with the same.
 
     Raises what the model's class raises, where it cannot be built or run so.
     """

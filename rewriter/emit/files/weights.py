@@ -173,7 +173,7 @@ def changed_tensors(program: Program, shapes: Shapes) -> dict[str, Expression]:
 
 
 def untied_tensors(changed: dict[str, Expression]) -> list[str]:
-    """Of the changed tensors, sorted, those that hold weights of every rank, one after the other."""
+    """The changed tensors that hold weights of every rank, one after the other; sorted."""
     return sorted(name for name, expression in changed.items() if isinstance(expression, Concat))
 
 

@@ -70,14 +70,14 @@ class PrintedLayer:
 
     @property
     def packed(self) -> tuple[bool, bool]:
-        """Whether more than the residual stream, equal on all ranks, goes in, and out."""
+        """(in, out): True where more crosses than the residual stream, equal on all ranks."""
         return (
             len(self.takes) > 1 or self.widths_taken != (1,),
             len(self.gives) > 1 or self.widths_given != (1,),
         )
 
     def same_computation(self, other: PrintedLayer) -> bool:
-        """Whether both compute alike, apart from further values that they return."""
+        """True if both compute alike, apart from further values that they return."""
         alike = (self.statements, self.gives[0]) == (other.statements, other.gives[0])
         return alike and not self.modules and not other.modules
 
@@ -204,7 +204,7 @@ class _HuggingFaceLayers:
         return "per_rank" if partial or per_rank else "same"
 
     def _only_reduced(self, node: fx.Node) -> bool:
-        """Whether nothing reads a rank's part of the sum that `node` belongs to, before it is complete."""
+        """True if nothing reads a rank's part of the sum that `node` belongs to, before it is complete."""
         return bool(node.users) and all(
             user.target is ops.all_reduce or (_is_linear(user) and self._only_reduced(user)) for user in node.users
         )

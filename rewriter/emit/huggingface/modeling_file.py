@@ -280,7 +280,7 @@ def _rewiring(program: Program, bound: bool, caches: bool) -> list[str]:
 
 
 def _drops_out(program: Program) -> bool:
-    """Whether the source's layers have dropout outside of their modules: a sharded wiring has none."""
+    """True if the source's layers have dropout outside of their modules: a sharded wiring has none."""
     origin = program.origin or program
     for node in origin.graph.nodes:
         if marks(node).layer is None:

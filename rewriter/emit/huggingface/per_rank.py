@@ -67,7 +67,7 @@ class PerRankChild:
 
 
 def computes_partial(module: Module) -> bool:
-    """Whether a rank's result is a part of a sum: some projection is split by its inputs."""
+    """True if a rank's result is a part of a sum: some projection is split by its inputs."""
     if isinstance(module, Leaf):
         return module.kind.startswith("RowParallel")
     if not isinstance(module, Body):
@@ -78,12 +78,12 @@ def computes_partial(module: Module) -> bool:
 
 
 def is_entry(module: Module) -> bool:
-    """Whether it is a projection of which ranks hold a part of the outputs."""
+    """True if it is a projection of which ranks hold a part of the outputs."""
     return isinstance(module, Leaf) and module.kind.startswith("ColumnParallel")
 
 
 def token_by_token(module: Module) -> bool:
-    """Whether it maps each token's vector alone, so that the source's module takes [B, S, ranks, D] as it is."""
+    """True if it maps each token's vector alone, so that the source's module takes [B, S, ranks, D] as it is."""
     if isinstance(module, Leaf):
         return module.kind in ("Linear", "Conv1D", "LayerNorm", "Dropout")
     if not isinstance(module, Body):
@@ -351,7 +351,7 @@ def _dims(node: fx.Node) -> set[int]:
 
 
 def _fits(node: fx.Node, state: _Value, heads: _Value, rank: int) -> bool:
-    """Whether an operand has these heads where `heads` has them, or is the same for all of them."""
+    """True if an operand has these heads where `heads` has them, or is the same for all of them."""
     shape = reduced_shape(value_of(node))
     place = heads.dim - rank
     if state.kind == "heads":
@@ -388,7 +388,7 @@ _ALONG = ("reduction", "scan", "top", "lookup", "scatter", "piece")
 
 
 def has_experts(module: Module) -> bool:
-    """Whether some experts are called inside."""
+    """True if some experts are called inside."""
     return isinstance(module, Body) and (
         any(n.target is ops.experts for n in module.graph.nodes) or any(map(has_experts, module.modules.values()))
     )
@@ -476,7 +476,7 @@ def _parameter(node: fx.Node) -> str:
 
 
 def _by_token(node: fx.Node) -> bool:
-    """Whether an operator gives each token what it would give that token alone."""
+    """True if an operator gives each token what it would give that token alone."""
     if is_pointwise(node) or kind_of(node) in _ALONE or node.target in _KEEP_TOKENS:
         return True
     if not isinstance(value_of(node), (torch.Tensor, tuple, list)):
@@ -490,6 +490,6 @@ def _by_token(node: fx.Node) -> bool:
 
 
 def _tokens_first(value: torch.Tensor) -> bool:
-    """Whether batch and length stand before every other dimension, so that a view keeps the order of tokens."""
+    """True if batch and length stand before every other dimension, so that a view keeps the order of tokens."""
     kinds = [dynamic(size) for size in value.shape]
     return kinds == sorted(kinds, reverse=True)

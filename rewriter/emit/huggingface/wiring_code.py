@@ -62,7 +62,7 @@ def arguments_of(source: Source, calls: Sequence[tuple[PythonCall, bool]], absen
 
 
 def _uses(call: PythonCall, name: str) -> tuple[int, int]:
-    """How often a call is given an argument of its layer, and how often of these as a keyword of that name."""
+    """Number of arguments of its layer that a call is given, and of these the keywords of that name."""
     count = 0
 
     def visit(tree: object) -> None:

@@ -274,7 +274,7 @@ def _nodes(piece: Region | fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _is_glue(node: fx.Node) -> bool:
-    """Whether a wiring node is plain arithmetic between modules, such as an add after a sum: it needs no method."""
+    """True if a wiring node is plain arithmetic between modules, such as an add after a sum: it needs no method."""
     return node.op == "call_function" and node.target not in SCHEDULED
 
 
@@ -309,7 +309,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Outline:
-    """What runs before the layers, each layer, and after them."""
+    """Nodes before the layers, of each layer, and after them."""
 
     before: tuple[fx.Node, ...]
     layers: tuple[Region, ...]

@@ -73,7 +73,7 @@ class Roles:
 
     @staticmethod
     def _is_summed(node: fx.Node) -> bool:
-        """Whether all that reads `node` is a reduction that gives the stream itself."""
+        """True if all that reads `node` is a reduction that gives the stream itself."""
         return all(in_stream(user) or user.target is ops.all_reduce_start for user in node.users)
 
     def crossing(self, nodes: Collection[fx.Node], context: Collection[fx.Node]) -> dict[fx.Node, str]:

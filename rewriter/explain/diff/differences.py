@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rewriter.common.numbers import json_text
+from rewriter.explain.plan_table import reads
 from rewriter.ir.layer_plan import LayerGroup, relative
-from rewriter.ir.plan_table import reads
 
 Row = tuple[str, tuple[int, str] | None, tuple[int, str] | None]
 """(kind, line before, line after): lines are (number, text), None where a side has no such line."""
@@ -97,7 +97,7 @@ class TensorDifferences:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many are not the same, by what became of them."""
+        """Number of tensors that are not the same, by kind of difference."""
         lists = {"renamed": self.renamed, "changed": self.changed, "removed": self.removed, "added": self.added}
         return {name: len(tensors) for name, tensors in lists.items() if tensors}
 

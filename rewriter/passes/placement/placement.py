@@ -92,7 +92,7 @@ def _exits(state: PlacementState) -> list[fx.Node]:
 
 
 def _reaches_projection(state: PlacementState, node: fx.Node) -> bool:
-    """Whether linear operators alone lead from a projection to `node` (a gate in front of a sum is none)."""
+    """True if linear operators alone lead from a projection to `node` (a gate in front of a sum is none)."""
     if node.op == "call_module":  # a projection to one number per token scales a sum; it is not one of the summands
         return _is_projection(state, node) and reduced_shape(value_of(node))[-1] != 1
     if _is_product(state, node):
@@ -106,7 +106,7 @@ def _is_projection(state: PlacementState, node: fx.Node) -> bool:
 
 
 def _is_product(state: PlacementState, node: fx.Node) -> bool:
-    """Whether a node projects by parameters of the body itself, and does not only scale."""
+    """True if a node projects by parameters of the body itself, and does not only scale."""
     product = product_of(node)
     return node.target is ops.experts or (
         product is not None

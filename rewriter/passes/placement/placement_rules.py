@@ -32,7 +32,7 @@ from rewriter.passes.placement.units import AXIS, Ranges, equal_runs
 
 
 def is_linear(node: fx.Node) -> bool:
-    """Whether a sum over ranks may be taken after a node as well as before it: linear in its first tensor."""
+    """True if a sum over ranks may be taken after a node as well as before it: linear in its first tensor."""
     row = operator_of(node)
     return is_sum(node) or (row is not None and (row.kind == "cast" or row.function in ("mul", "div", "neg")))
 
@@ -78,7 +78,7 @@ def _place_projection(state: PlacementState, node: fx.Node, exits: Collection[fx
 
 
 def _beside_heads(state: PlacementState, node: fx.Node) -> bool:
-    """Whether a module works along the last dimension of values that are split along another."""
+    """True if a module works along the last dimension of values that are split along another."""
     labels = state.labels.of.get(node)
     return labels is not None and varying_dim(labels) not in (None, labels.dim() - 1)
 
@@ -272,7 +272,7 @@ def localize(node: fx.Node, sharded: Mapping[fx.Node, Split]) -> None:
 
 
 def _along_split(node: fx.Node, sharded: Mapping[fx.Node, Split]) -> bool:
-    """Whether an operator takes pieces along the dimension of its argument that is split."""
+    """True if an operator takes pieces along the dimension of its argument that is split."""
     source = args_of(node)[0]
     return source in sharded and argument(node, "dim") % value_of(source).dim() == sharded[source][0]
 

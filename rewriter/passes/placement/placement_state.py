@@ -64,7 +64,7 @@ class PlacementState:
         return Shard(*self.sharded[node], shared=self.shared(node))
 
     def shared(self, node: fx.Node) -> bool:
-        """Whether several ranks hold the same part of a value."""
+        """True if several ranks hold the same part of a value."""
         labels = self.labels.of.get(node)
         return labels is not None and self.units.shared(labels.flatten())
 
@@ -115,7 +115,7 @@ def copied_to_group(value: fx.Node) -> fx.Node:
 
 
 def differentiable(node: fx.Node, body: Body) -> bool:
-    """Whether a gradient can reach `node`: a floating value that depends on a parameter or a differentiated input."""
+    """True if a gradient can reach `node`: a floating value that depends on a parameter or a differentiated input."""
     value = value_of(node)
     if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
         return False
@@ -132,7 +132,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def reads_values(body: Body) -> bool:
-    """Whether the result of a body depends on the values of its first input, and not only on its dtype and sizes."""
+    """True if the result of a body depends on the values of its first input, and not only on its dtype and sizes."""
     reached = {placeholders(body.graph)[0]}
     for node in body.graph.nodes:
         sources = node.all_input_nodes if node.op == "call_module" else tensor_inputs(node)

@@ -33,7 +33,7 @@ def is_projection(module: Module | None) -> TypeGuard[Leaf]:
 
 
 def is_entry(module: Module | None) -> TypeGuard[Leaf]:
-    """Whether `module` is a projection that is whole or split by outputs."""
+    """True if `module` is a projection that is whole or split by outputs."""
     return isinstance(module, Leaf) and module.kind.removeprefix("ColumnParallel") in _LAYOUT
 
 
@@ -43,7 +43,7 @@ def outputs_layout(entry: Leaf) -> tuple[str, int]:
 
 
 def is_row_split(module: Module | None, dim: int) -> bool:
-    """Whether `module` is a projection whose weight has its inputs along `dim`."""
+    """True if `module` is a projection whose weight has its inputs along `dim`."""
     return isinstance(module, Leaf) and module.kind in _LAYOUT and _LAYOUT[module.kind][2] != dim
 
 

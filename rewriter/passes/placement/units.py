@@ -111,7 +111,7 @@ class Units:
         return result
 
     def shared(self, profile: torch.Tensor) -> bool:
-        """Whether an element with these labels is held more than once."""
+        """True if an element with these labels is held more than once."""
         if (profile == -1).any():
             return True
         units = set(profile.tolist())

@@ -89,7 +89,7 @@ class WireBytes:
 
 
 def quantizes(plan: SequencePlan, shape: AttentionShape, tokens: int) -> bool:
-    """Whether keys and values of sequences of `tokens` travel quantized: whether a rank has as many bytes of them."""
+    """True if keys and values of sequences of `tokens` travel quantized: a rank has as many bytes of them."""
     exact = shape.kv_heads * (shape.head_dim + shape.value_dim) * shape.dtype_bytes
     return plan.quantized is not None and shape.batch * plan.local_tokens(tokens) * exact >= plan.min_bytes
 

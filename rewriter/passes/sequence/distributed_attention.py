@@ -38,7 +38,7 @@ class DistributedAttention(ABC):
         """Calls of a tile kernel in one pass of one layer."""
 
     def overlaps(self, plan: SequencePlan) -> bool:
-        """Whether blocks are computed while the next ones travel."""
+        """True if blocks are computed while the next ones travel."""
         return plan.overlap
 
     def why_not_overlap(self, plan: SequencePlan) -> str:
@@ -172,7 +172,7 @@ def impossible(plan: SequencePlan, shape: AttentionShape) -> str | None:
 
 
 def moves(plan: SequencePlan, rank: int) -> bool:
-    """Whether the keys and values of `rank` change place before they are gathered (Alg. 1 line 1).
+    """True if the keys and values of `rank` change place before they are gathered (Alg. 1 line 1).
 
     Rank (i, j) of the r × c holds the tokens ≡ i + r · j (mod r · c) and gathers its column from ranks that hold the
     tokens ≡ j + c · i. They are the same on the ends of the grid's diagonal, and everywhere if r or c is 1.

@@ -1,4 +1,4 @@
-"""Whether every value of a program belongs to one token, but for what attention reads: then tokens can be sharded.
+"""True if every value of a program belongs to one token, but for what attention reads: then tokens can be sharded.
 
 The graphs of the program as traced are followed with the owners of every value (see `token_rules`) for a small example,
 in which sizes of the trace that are dynamic are numbers. Passes put sums, collectives of "tp" and products of the same

@@ -59,7 +59,7 @@ def _distinct(owners: Owners) -> Owners:
 
 
 def same(a: Owners, b: Owners) -> bool:
-    """Whether two values have the same shape and owners."""
+    """True if two values have the same shape and owners."""
     if a.shape != b.shape:
         return False
     few_a, few_b = _distinct(a), _distinct(b)

@@ -80,7 +80,7 @@ def runs(mesh: AttentionMesh, tokens: int) -> tuple[TokenRun, TokenRun]:
 
 
 def moves(mesh: AttentionMesh) -> bool:
-    """Whether this rank's keys and values are another's: class i + r·j is not c·i + j."""
+    """True if this rank's keys and values are another's: class i + r·j is not c·i + j."""
     return mesh.row + mesh.rows * mesh.column != mesh.columns * mesh.row + mesh.column
 
 

@@ -1,4 +1,4 @@
-"""What an algorithm of distributed attention is on a rank, and what it is given besides its tensors."""
+"""Algorithms of distributed attention on a rank, and their arguments besides tensors."""
 
 from __future__ import annotations
 

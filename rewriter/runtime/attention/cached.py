@@ -80,7 +80,7 @@ def attention(
 
 
 def without_masks(q: Tensor) -> bool:
-    """Whether one new token like `q` looks at a cache by the kernel that computes from its position what is seen."""
+    """True if one new token like `q` looks at a cache by the kernel that computes from its position what is seen."""
     return q.is_cuda
 
 

@@ -1,4 +1,4 @@
-"""How tensors travel between the ranks of an attention grid: by heads, and block by block around a row, a column or a
+"""Exchanges of tensors between the ranks of an attention grid: by heads, and block by block around a row, a column or a
 ring.
 
 The exchange by heads (DeepSpeed Ulysses, arXiv 2309.14509) goes from all heads of a rank's tokens to a rank's heads of

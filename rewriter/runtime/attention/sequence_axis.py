@@ -55,7 +55,7 @@ class AttentionAxis:
 
     @property
     def moves_keys(self) -> bool:
-        """Whether some rank's keys move before they are gathered. The same on all ranks, so that their graphs are."""
+        """True if some rank's keys move before they are gathered. The same on all ranks, so that their graphs are."""
         return self.mesh.rows > 1 and self.mesh.columns > 1
 
 
@@ -125,7 +125,7 @@ class SequenceAxis:
         return self.mesh.rank
 
     def shards(self, length: int) -> Shards:
-        """How a sequence of `length` tokens is sharded."""
+        """Sharding of a sequence of `length` tokens."""
         return Shards(self, length)
 
     def __repr__(self) -> str:
@@ -134,7 +134,7 @@ class SequenceAxis:
 
 @dataclass(frozen=True)
 class Shards:
-    """How the tokens of sequences of `length` (global, without padding) are sharded over the ranks of `axis`."""
+    """Sharding of sequences of `length` (global, without padding) tokens over the ranks of `axis`."""
 
     axis: SequenceAxis
     length: int

@@ -79,7 +79,7 @@ class Visibility:
         return (seen & real_s[..., :, None] & real_t[..., None, :])[:, None]
 
     def _origin(self, positions: Tensor) -> Tensor | int:
-        """Where the positions of a token's sequence start: [B, N], [B, 1], or 0.
+        """First position of each token's sequence: [B, N], [B, 1], or 0.
 
         Windows and causality compare positions, which an origin does not change; within a chunk mask it is the same for
         a query and the keys it may see unless they are of other segments.

@@ -1,1 +1,1 @@
-"""What travels between ranks: messages, process groups, all-reduces with gradients, and the log of them."""
+"""Communication between ranks: messages, process groups, all-reduces with gradients, and the log of them."""

@@ -157,7 +157,7 @@ class Shared:
 
     @property
     def rows(self) -> int:
-        """Of this rank."""
+        """Number of rows on this rank."""
         return sum(end - start for start, end in self.ranges)
 
     @classmethod

@@ -55,7 +55,7 @@ def record_events() -> Iterator[list[Event]]:
 
 
 def is_recording() -> bool:
-    """Whether any `record_events` is running."""
+    """True if any `record_events` is running."""
     return bool(_observers)
 
 

@@ -33,7 +33,7 @@ _SPINS = 20_000  # before other processes may have the core: about 2 ms, as what
 
 
 def on_one_host(group: ProcessGroup) -> bool:
-    """Whether the ranks of `group` share memory, which all of them ask together: ranks of one host, in one network
+    """True if the ranks of `group` share memory, which all of them ask together: ranks of one host, in one network
     namespace, on a CPU that keeps the order of its writes, with gloo."""
     if dist.get_backend(group) != "gloo":
         return False

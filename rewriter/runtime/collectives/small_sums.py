@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def why_not_symmetric(group: ProcessGroup, device: torch.device) -> str | None:
-    """Why sums of `group` do not go through symmetric memory; None where they can.
+    """Reason why sums of `group` do not go through symmetric memory; None where they can.
 
     Equal on all its ranks, which run one program on one node.
     """

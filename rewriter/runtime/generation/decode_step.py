@@ -46,7 +46,7 @@ class DecodeStep(DecodeState):
         self._forget()
 
     def fits(self, batch: int, length: int, group: ProcessGroup | None) -> bool:
-        """Whether it can generate so many rows of so many tokens, prompts counted."""
+        """True if it can generate so many rows of so many tokens, prompts counted."""
         return self.batch == batch and self.group is group and length <= self.capacity
 
     def begin(

@@ -133,7 +133,7 @@ def tokens_between_polls(device: torch.device) -> int:
 
 
 class _Poll:
-    """Whether all prompts have ended. On a GPU the answer is that of the poll before, which the host need not wait
+    """True if all prompts have ended. On a GPU the answer is that of the poll before, which the host need not wait
     for; not that of whichever poll has arrived, so that all ranks get the same."""
 
     def __init__(self) -> None:

@@ -136,7 +136,7 @@ def _unfilled(
 
 
 def _plan(made: ModuleEntry) -> SequencePlan | None:
-    """How ranks share the tokens of a sequence; None where each holds all."""
+    """Plan by which ranks share the tokens of a sequence; None where each holds all."""
     if (shared := made.sequence) is None:
         plan = None
     else:

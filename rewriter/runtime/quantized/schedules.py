@@ -1,4 +1,4 @@
-"""What each rank quantizes, sends, sums and sends on, chunk by chunk, as schedules for `schedule_worker`.
+"""Steps of each rank (quantize, send, sum, send on), chunk by chunk, as schedules for `schedule_worker`.
 
 Y nodes × X local ranks; this is local rank l of node y. Shape suffixes: P = Y · X ranks, R rows, N elements of a slice,
 C of a chunk of it, B bytes of a payload.

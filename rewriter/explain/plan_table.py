@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
-from rewriter.ir import Program, args_of, ops
+from rewriter.ir import Program
 from rewriter.ir.layer_plan import BlockPlan, LayerGroup, ModulePlan, grouped, layer_plans, module_plans
+from rewriter.passes.sequence.sequence_layout import sequence_plan
 
 
 def plan_text(program: Program) -> str:
@@ -16,9 +16,7 @@ def plan_text(program: Program) -> str:
     how ranks hold every tensor. Tensors are listed again only where they differ from the group before."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in program.mesh.items()) or "one device"
     lines = [f"{program.source.model_type}, {program.source.num_layers} layers, {mesh}"]
-    shards = (node for node in program.graph.nodes if node.target is ops.shard_tokens)
-    for node in islice(shards, 1):
-        sharing = args_of(node)[2]
+    if (sharing := sequence_plan(program)) is not None:
         lines.append(f"tokens over {sharing.ranks} ranks, attention: {sharing}")
     before: list[ModulePlan] = []
     for group in grouped(layer_plans(program)):
