@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/same_results.py BASE [HEAD] [--families llama,gpt2] [--recipes ladder,desync-2x]
 
-Both commits are checked out beside each other and convert the same small models (made by BASE's `tests/zoo.py`) by the
+Both commits are checked out beside each other and convert the same small models (made by BASE's zoo of tests) by the
 same recipes (the files of BASE, so that what a shipped recipe lists may change between the commits). Of every output,
 the adapted checkpoint's logits, as transformers computes them, and the runtime module's on two gloo ranks are compared:
 equal bits, else the largest difference in units of the largest logit. A conversion that one commit refuses must be
@@ -99,7 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base")
     parser.add_argument("head", nargs="?", default="HEAD")
-    parser.add_argument("--families", default="", help="of tests/zoo.py; all without it")
+    parser.add_argument("--families", default="", help="of tests/support/zoo.py; all without it")
     parser.add_argument("--recipes", default="", help="names of shipped recipes; all of BASE without it")
     parser.add_argument("--tolerance", type=float, default=0.0, help="of the largest logit")
     options = parser.parse_args()
@@ -140,7 +140,8 @@ def python(tree: Path, code: str, *arguments: object, ranks: int = 0) -> None:
     script = tree.parent / "script.py"
     script.write_text(code)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "tests")]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(str(tree / part) for part in (".", "tests", "tests/support")),
+        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "TRANSFORMERS_VERBOSITY": "error", "HF_MODULES_CACHE": str(tree.parent / f"{tree.name}-modules"),
         "GLOO_SOCKET_IFNAME": "lo", "TQDM_DISABLE": "1",
     }  # fmt: skip

@@ -85,7 +85,7 @@ for path in sorted(Path(sys.argv[1]).glob("*-*")):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", default=VERSIONS, help=f"of transformers (default: {VERSIONS})")
-    parser.add_argument("--families", default=FAMILIES, help=f"of tests/zoo.py (default: {FAMILIES})")
+    parser.add_argument("--families", default=FAMILIES, help=f"of tests/support/zoo.py (default: {FAMILIES})")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="of the largest logit (default: 1e-5)")
     parser.add_argument("--packages", type=Path, help="a folder that keeps what is installed, a folder per version")
     options = parser.parse_args()
@@ -140,7 +140,10 @@ def canonical(package: Distribution) -> str:
 
 def python(root: Path, version: str, code: str, *arguments: object) -> None:
     """`code` in a process of its own with a version of transformers. Raises CalledProcessError where it fails."""
-    paths = [root / "packages" / version] * (version != transformers.__version__) + [REPOSITORY, REPOSITORY / "tests"]
+    paths = [root / "packages" / version] * (version != transformers.__version__) + [
+        REPOSITORY,
+        REPOSITORY / "tests" / "support",
+    ]
     settings = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "HF_MODULES_CACHE": str(root / "modules" / version),

@@ -17,7 +17,7 @@ PYTHONS = ("3.11", "3.12")
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 TRANSFORMERS = ("5.17", "5.19", "5.20", "5.23", "5.24")
 PINNED = "2.13"  # of torch, in constraints.txt
-SMOKE = ("tests/test_smoke.py", "tests/test_zero_stages.py", "tests/test_runtime_compiled.py")
+SMOKE = ("tests/repo/test_smoke.py", "tests/ranks/test_zero_stages.py", "tests/ranks/test_runtime_compiled.py")
 """What runs in each cell, but for the tests marked slow."""
 
 Result = dict[str, Any]
@@ -94,7 +94,7 @@ each transformers meets torch {pinned}, which the whole test suite runs with. Em
 
 ## What runs in a cell
 
-On the model that ships, one thread, no GPU: [tests/test_smoke.py](../../tests/test_smoke.py).
+On the model that ships, one thread, no GPU: [tests/repo/test_smoke.py](../../tests/repo/test_smoke.py).
 
 - Every module of the package is imported. Private names of torch that have gone are found here.
 - A trace computes what transformers' eager model computes, to 10⁻⁵ of the largest logit.

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import zoo
+from adapt_data_cases import CHATML
 from adapted import build_tokenizer
 from safetensors.torch import save_file
-from test_adapt_data import CHATML
 
 from rewriter.adapt.token_rows import load_rows
 from rewriter.api import convert

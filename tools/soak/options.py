@@ -16,7 +16,7 @@ import click
 import typer
 import zoo
 from refusals import listing
-from test_api import add_tokenizer
+from tiny_tokenizer import add_tokenizer
 
 from rewriter.cli import main
 from rewriter.cli.app import commands, conversion

@@ -13,11 +13,11 @@ from pathlib import Path
 import draws
 import torch
 import zoo
+from emitted_ranks import compare_gradients, on_rank
 from oracles import greedy_oracle, relative_error
 from programs import runtime_case
+from random_mixes import check_generation, check_mixes
 from ranks import run_ranks
-from test_emitted_runtime import compare_gradients, on_rank
-from test_properties import check_generation, check_mixes
 
 from rewriter.check.per_rank_reference import PerRankReference
 from rewriter.ir.simulate import simulate

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import adapted
-from subprocesses import ROOT
-from test_job_ends import descendants, is_gone, until
+from job_processes import descendants, is_gone, until
+from repository import ROOT
 
 from rewriter.api import convert
 from rewriter.common.processes import environment

@@ -1,0 +1,137 @@
+"""benchmarks/backtest.py: its points are cited and consistent, and it predicts them. No test asks how well."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from repository import ROOT
+from subprocesses import load_module
+
+from rewriter.fabric import fabrics, load_fabric
+
+BENCHMARKS = ROOT / "benchmarks"
+THREE = ("gpt-fast-llama-3.1-8b-tp2", "triton-distributed-h800-qwen3-8b-nccl", "trtllm-h100-llama-3.1-8b-tp2-batch-8")
+
+
+@pytest.fixture(scope="module")
+def backtest() -> ModuleType:
+    sys.path.append(str(BENCHMARKS))
+    return load_module("backtest", BENCHMARKS / "backtest.py")
+
+
+@pytest.fixture(scope="module")
+def published(backtest: ModuleType) -> Any:
+    return backtest.read_published()
+
+
+def entries(published: Any) -> list[Any]:
+    return [*(point.entry for point in published.points), *published.gains]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
+def test_every_value_stands_in_the_line_that_is_quoted(published: Any) -> None:
+    for entry in (point.entry for point in published.points):
+        assert any(abs(found - entry.value) <= 1e-4 * entry.value for found in numbers(entry.quote)), entry.id
+    for gain in published.gains:
+        known = numbers(gain.quote)
+        ratios = {*known, *(a / b for a in known for b in known if b), *(1 + a / 100 for a in known)}
+        assert any(abs(found - gain.value) <= 1e-3 for found in ratios), gain.id
+        assert gain.standard is None or gain.standard in known, gain.id
+
+
+def test_every_point_says_where_it_is_from_and_what_ran(published: Any) -> None:
+    for point in published.points:
+        source = point.source
+        assert re.search(r"\w+\.\w+", source.where), source.name
+        assert re.match(r"20\d\d", source.date), source.name
+        assert source.fabric in fabrics(), source.name
+        assert point.seconds < 1.0, "seconds per token: a unit is wrong"
+    assert all(one.what and one.why for one in published.rejected)
+
+
+def test_there_are_as_many_points_as_the_page_needs(published: Any) -> None:
+    counted = [point for point in published.points if not point.entry.not_counted]
+    assert len(counted) >= 25
+    assert len({load_fabric(point.source.fabric).device.name for point in counted}) >= 4
+
+
+def test_models_are_known(published: Any) -> None:
+    models = sys.modules["backtest_points"].read_models()
+    assert {entry.model for entry in entries(published)} <= set(models)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda source: source["points"][0].pop("quote"), "quote"),
+        (lambda source: source["points"][0].update(value=0), "greater than 0"),
+        (lambda source: source.update(unit="hours"), "unit"),
+        (lambda source: source.pop("all_reduce"), "no all_reduce"),
+        (lambda source: source["points"].append(source["points"][0]), "stand twice"),
+    ],
+)
+def test_a_file_that_lacks_something_is_refused(
+    change: Any, said: str, backtest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["backtest_points"]
+    data = yaml.safe_load(module.POINTS.read_text(encoding="utf-8"))
+    change(data["sources"][0])
+    monkeypatch.setattr(module, "POINTS", tmp_path / "points.yaml")
+    module.POINTS.write_text(yaml.safe_dump(data), encoding="utf-8")
+    with pytest.raises(ValidationError, match=said):
+        backtest.read_published()
+
+
+def test_points_of_each_kind_are_predicted(
+    backtest: ModuleType, published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two layers of the models, so that it takes seconds."""
+    module = sys.modules["backtest_points"]
+    shallow = {name: {**fields, "num_hidden_layers": 2} for name, fields in module.read_models().items()}
+    monkeypatch.setattr(module, "read_models", lambda: shallow)
+    predictions = backtest.Predictions()
+    points = [point for point in published.points if point.entry.id in THREE]
+    outcomes = [backtest.outcome(point, predictions) for point in points]
+    assert {one.point.source.measured for one in outcomes} == {"generation", "step", "server"}
+    assert all(one.counted and 0 < one.seconds < one.point.seconds for one in outcomes)
+    summary = backtest.Summary.of(outcomes)
+    assert (summary.points, summary.devices) == (3, 3)
+    gain = next(gain for gain in published.gains if gain.id == "ladder-upper-half-8b-batch-1")
+    found = backtest.gain_outcome(gain.model_copy(update={"recipe": "ladder", "gpus": 2}), predictions)
+    text = backtest.page(outcomes, [found])
+    assert all(f"| {name} |" in text for name in THREE)
+    assert f"{found.predicted:.3f}" in text
+    assert published.rejected[0].what in backtest.left_out(outcomes, published)
+    assert found.predicted > 1.0
+    assert found.saved > 0.0
+
+
+def test_a_summary_counts_what_counts(backtest: ModuleType, published: Any) -> None:
+    first, second, third, *_ = published.points
+    outcomes = [
+        backtest.Outcome(first, first.seconds * 1.1, first.seconds * 0.9, first.seconds * 1.2),
+        backtest.Outcome(second, second.seconds * 0.7, second.seconds * 0.6, second.seconds * 0.8),
+        backtest.Outcome(third, third.seconds * 9, why="left out"),
+    ]
+    summary = backtest.Summary.of(outcomes)
+    assert summary.points == 2
+    assert summary.median == pytest.approx(0.2)
+    assert (summary.share, summary.coverage) == (0.5, 0.5)
+    assert backtest.Summary.of(outcomes[2:]) is None
+
+
+def test_the_pages_have_every_point(published: Any) -> None:
+    pages = ("docs/results/backtest.md", "docs/figures/backtest-left-out.md")
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
+    assert all(f"| {point.entry.id} |" in text for point in published.points)
+    assert all(one.what in text for one in published.rejected)

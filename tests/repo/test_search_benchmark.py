@@ -1,0 +1,42 @@
+"""On the tiny model: what a search finds is faster than what ships and than chance, and is what a conversion writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from repository import ROOT
+from subprocesses import load_module
+
+from rewriter.api import convert
+from rewriter.predict.workload import Cluster, Workload
+from rewriter.search.run import Asked
+
+TINY = ROOT / "examples" / "tiny-llama"
+TP, BUDGET = 4, 0.03
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    return load_module("search_benchmark", ROOT / "benchmarks" / "search.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sp", [None, 1], ids=["tokens shared too", "heads alone"])
+def test_a_search_beats_what_ships_and_two_hundred_random_mixes(
+    benchmark: ModuleType, tmp_path: Path, sp: int | None
+) -> None:
+    asked = Asked(Workload(tp=TP, sp=sp), Cluster("pcie-gen4"), BUDGET)
+    found, others, said = benchmark.compared(str(TINY), asked, 200, tmp_path / "state")
+    assert said == []
+    assert len(others) > 10 + 20  # what ships, and the random mixes that are as fast as the chosen one
+    assert found.agreement > 0.8
+    assert found.chosen.rise.relative <= BUDGET
+    assert found.chosen.held_out is not None
+    assert found.chosen.held_out.relative <= BUDGET
+
+    recipe = tmp_path / "found.yaml"
+    recipe.write_text(found.recipe)
+    report = convert(TINY, recipe, out=tmp_path / "out", tp=found.ranks["tp"], sp=found.ranks["sp"])
+    assert report.verification

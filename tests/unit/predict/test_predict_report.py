@@ -1,0 +1,233 @@
+"""What `rewrite predict` shows: tables for the terminal, one HTML file, from comparisons made by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from predict_report_cases import Balance
+from predictions import comparison, phase
+from rich.console import Console
+
+from rewriter.common.errors import RewriterError
+from rewriter.common.files import write_text
+from rewriter.common.numbers import digits, duration, percent
+from rewriter.common.svg import log_ticks, strokes, ticks
+from rewriter.predict.results import PredictedPoint, RecipeComparison, SkippedRecipe
+from rewriter.show.charts import bars, pareto
+from rewriter.show.predict_page import headline
+from rewriter.show.predict_page import predict_page as page
+from rewriter.show.predict_tables import ComparisonReport
+from rewriter.show.timeline import scale, timeline, window
+
+
+def shown(found: RecipeComparison, width: int, *, pareto: bool = False) -> str:
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(ComparisonReport(found, pareto))
+    return capture.get()
+
+
+def drawn(text: str) -> ElementTree.Element:
+    return ElementTree.fromstring(text)
+
+
+def boxes(text: str, style: str) -> list[tuple[float, float]]:
+    """(x, width) of the rectangles with this class."""
+    return [
+        (float(r.get("x", "")), float(r.get("width", ""))) for r in drawn(text).iter("rect") if r.get("class") == style
+    ]
+
+
+def test_numbers_have_three_digits_and_a_unit() -> None:
+    assert [duration(s) for s in (0, 3e-9, 1.5e-6, 0.00412, 0.0999996, 2)] == [
+        "0", "3.00 ns", "1.50 µs", "4.12 ms", "100 ms", "2.00 s",
+    ]  # fmt: skip
+    assert [digits(n) for n in (0.123, 9.996, 99.96, 1234.5)] == ["0.12", "10.0", "100", "1,234"]
+    assert (percent(1, 4), percent(0, 0)) == ("25 %", "–")
+    assert log_ticks(0.9, 21) == [1, 2, 5, 10, 20]
+    assert log_ticks(1, 1e5) == [1, 10, 100, 1e3, 1e4, 1e5]
+    assert ticks(0, 2.3) == [0, 0.5, 1, 1.5, 2]
+
+
+@pytest.mark.parametrize("width", [140, 100, 80])
+def test_a_row_per_recipe_says_what_it_gains(width: int) -> None:
+    found = comparison()
+    lines = shown(found, width).splitlines()
+    row = next(line for line in lines if line.startswith("ladder "))
+    p = found.predictions[1]
+    for cell in (duration(p.seconds_per_token), f"{p.speedup:.2f}×", "12.0 µs"):
+        assert cell in row
+    assert (duration(p.prefill.seconds) in row, "18.40 GB" in row) == (width >= 100, width >= 100)
+    assert any("prefill" in line and duration(p.prefill.seconds) in line for line in lines)
+    assert percent(p.exposed_communication_seconds_per_token, p.seconds_per_token) in row
+    assert all(len(line) <= width for line in lines)
+    assert "MODELLED" not in "".join(lines)
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_gets_a_list_per_recipe(width: int) -> None:
+    found = comparison(modelled=True)
+    lines = shown(found, width).splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert [line.strip() for line in lines].count("ladder-upper-half") == 1
+    assert sum(line.startswith("per token ") for line in lines) == len(found.predictions)
+    assert any(line.startswith("MODELLED") for line in lines)
+
+
+def test_what_must_be_known_is_said_once() -> None:
+    found = comparison(fits=False, notes=("Activations are estimated.",))
+    found = replace(found, what_if=("all_reduce=+5us",), skipped=(SkippedRecipe("odd", "8 heads do not divide by 3."),))
+    text = shown(found, 140)
+    assert text.count("Activations are estimated.") == 1
+    assert "18.40 GB !" in text
+    assert "! More than a device's memory: tensor-parallel, ladder, ladder-upper-half." in text
+    assert "what if: all_reduce=+5us" in text
+    assert "odd: not predicted. 8 heads do not divide by 3." in text
+
+
+def test_the_best_points_are_shown_on_demand() -> None:
+    found = comparison()
+    assert "Best TP degrees" not in shown(found, 140)
+    text = shown(found, 140, pareto=True)
+    best = sum(point.front for points in found.pareto.values() for point in points)
+    rows = text.partition("Best TP degrees")[2].splitlines()[2:]
+    assert len([row for row in rows if row.strip()]) == best
+
+
+def test_lanes_are_as_long_as_what_they_show() -> None:
+    slow, fast = phase(8, 30e-6, 19e-6, hidden=False), phase(8, 30e-6, 10e-6, hidden=False)
+    common = scale([slow, fast])
+    assert common.seconds == slow.seconds
+    assert common.layers == (6, 7)
+    for one in (slow, fast):
+        text = timeline("slow", one, common)
+        low, high = window(one, common.layers)
+        waits = [s for s in one.spans if s.exposed and s.lane == "compute" and low <= s.start < high]
+        per_second = (1000 - 104 - 12) / common.window
+        assert [width for _, width in boxes(text, "zw")] == pytest.approx(
+            [s.seconds * per_second for s in waits], abs=0.06
+        )
+        # a communication that nothing hides is exposed from its start to its end
+        assert len(boxes(text, "ze")) == len(waits)
+        assert "all-reduce mlp" in text
+    hidden = phase(8, 30e-6, 10e-6, hidden=True)
+    assert hidden.exposed_seconds == 0
+    assert not boxes(timeline("hidden", hidden, scale([hidden])), "ze")
+
+
+def test_a_partly_hidden_reduction_is_exposed_in_part() -> None:
+    one = phase(8, 30e-6, 19e-6, hidden=True)
+    assert 0 < one.exposed_seconds < one.communication_seconds
+    spans = tuple(replace(s, exposed=True) if s.lane == "communication" else s for s in one.spans)
+    text = timeline("partly", replace(one, spans=spans), scale([one]))
+    exposed, waits, whole = (sum(width for _, width in boxes(text, style)) for style in ("ze", "zw", "zh"))
+    assert exposed == pytest.approx(waits, abs=0.5)
+    assert exposed < whole
+
+
+def test_a_pass_without_layers_or_communication_is_drawn() -> None:
+    one = phase(2, 1e-3, 0.0, hidden=False)
+    bare = replace(one, spans=tuple(replace(s, layer=None) for s in one.spans if s.lane == "compute"))
+    assert "layers" not in timeline("bare", bare, scale([bare]))
+    drawn(timeline("bare", bare, scale([bare])))
+
+
+def test_neighbours_in_a_lane_are_joined_without_drift() -> None:
+    thousand = [(k * 0.9, k * 0.9 + 0.45) for k in range(1000)]
+    data = strokes(thousand, 7)
+    moves = [float(x) for x in re.findall(r"[mMh](-?[\d.]+)", data)]
+    assert sum(moves) == pytest.approx(thousand[-1][1], abs=0.06)
+    assert strokes([(0, 1), (1.1, 2)], 7) == "M0 7h2"
+
+
+def test_bars_are_as_long_as_the_speedups() -> None:
+    found = comparison(("tensor-parallel", "ladder", "upper-bound"))
+    text = bars(found.predictions)
+    widths = [width for style in ("b0", "b1", "bt") for _, width in boxes(text, style)]
+    assert [w / widths[0] for w in widths] == pytest.approx([p.speedup for p in found.predictions], abs=1e-3)
+    assert "timing only" in text
+
+
+def test_points_stand_where_their_figures_are() -> None:
+    found = comparison(("tensor-parallel", "ladder"))
+    text = pareto(found.pareto)
+    points = [q for line in found.pareto.values() for q in line]
+    marks = [e for e in drawn(text).iter("path") if (e.get("class") or "").startswith("pp ")]
+    assert len(marks) == len(points)
+    assert sum(" h" in (m.get("class") or "") for m in marks) == sum(not q.fits for q in points)
+    xs = [float(re.match(r"M(\S+)", m.get("d", "")).group(1)) for m in marks]  # type: ignore[union-attr]
+    by_seconds = sorted(zip((q.seconds_per_token for q in points), xs, strict=True))
+    assert [x for _, x in by_seconds] == sorted(xs)
+
+
+def test_points_say_which_ranks_share_tokens() -> None:
+    points = (PredictedPoint(1, 1, 1e-3, 100.0, True, True, sp=8), PredictedPoint(8, 1, 2e-3, 90.0, True, True))
+    found = replace(comparison(("tensor-parallel",)), pareto={"tensor-parallel": points})
+    assert "1 × sp 8" in shown(found, 100, pareto=True)
+    assert "tp 1 × sp 8, batch 1" in pareto(found.pareto)
+    assert pareto(found.pareto).count("8 GPUs") == 1
+
+
+def test_the_page_is_one_file_that_needs_nothing_else() -> None:
+    found = comparison(("tensor-parallel", "ladder", "upper-bound"), modelled=True)
+    text = page(found, "rewrite predict x", [("flops", "989 TFLOP/s", "NVIDIA H100 data sheet")])
+    assert text == page(found, "rewrite predict x", [("flops", "989 TFLOP/s", "NVIDIA H100 data sheet")])
+    balance = Balance()
+    balance.feed(text)
+    assert balance.open == []
+    tags = {tag for tag, _ in balance.seen}
+    assert not tags & {"script", "link", "img", "iframe", "object", "use"}
+    assert not re.search(r"https?://|@import|url\((?!#hatch)", text)
+    ids = [attributes["id"] for _, attributes in balance.seen if attributes.get("id")]
+    assert len(ids) == len(set(ids))
+    drawings = [attributes for tag, attributes in balance.seen if tag == "svg" and "aria-hidden" not in attributes]
+    assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in drawings)
+    assert text.count("<desc>") == len(drawings) > 0
+    for p in found.predictions:
+        for value in (duration(p.seconds_per_token), duration(p.decode.exposed_seconds), p.recipe):
+            assert value in text
+    assert "MODELLED" in text
+    assert "NVIDIA H100 data sheet" in text
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_names_are_text_not_markup() -> None:
+    evil = '<b onclick="x()">&amp;[red]'
+    found = comparison((evil, "ladder"), notes=(f"{evil} note",), modelled=True)
+    found = replace(found, model=evil, fabric=evil, what_if=(evil,), skipped=(SkippedRecipe(evil, evil),))
+    text = page(found, evil, [(evil, evil, evil)])
+    assert "<b" not in text.replace("<body", "")
+    assert "&lt;b onclick=&#34;x()&#34;&gt;&amp;amp;" in text
+    assert "[red]" in shown(found, 140, pareto=True)
+
+
+def test_twenty_recipes_of_eighty_layers_stay_below_a_megabyte() -> None:
+    found = comparison([f"{'ladder' * (k % 2)}-recipe-{k}" for k in range(20)], 80)
+    assert len(page(found).encode()) < 1_000_000
+
+
+def test_the_headline_names_the_best_that_can_be_run() -> None:
+    found = comparison(("tensor-parallel", "ladder", "upper-bound")).predictions
+    assert found[1].recipe in headline(found)
+    swift = [found[0], replace(found[1], fits=False), replace(found[2], speedup=9.0)]
+    assert "9.00" not in headline(swift)
+    slower = [found[0], replace(found[1], speedup=0.8)]
+    assert "None of the other recipes is faster." in headline(slower)
+    assert headline([]) == "No recipe could be predicted."
+
+
+def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "report.html"
+    write_text(file, "old", "--html")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(file, "new \ud800", "--html")
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(RewriterError, match="there is no directory"):
+        write_text(tmp_path / "missing" / "report.html", "new", "--html")
+    with pytest.raises(RewriterError, match="it is a directory"):
+        write_text(tmp_path, "new", "--html")
