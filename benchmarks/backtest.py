@@ -75,12 +75,14 @@ class Predictions:
         key = (job, tuple(recipes), batch, prompt, generate)
         if key not in self.known:
             fabric = load_fabric(job.fabric)
-            self.known[key] = api.predict(
-                self.program(job.model, job.dtype), recipes, fabric=fabric, tp=job.gpus, batch=batch, prompt=prompt,
-                generate=generate, graphed=job.graphed, compiled=job.compiled,
-                library=library_of(job, fabric.libraries), what_if=self.what_if, served=job.served,
-                **options_of(job.design, job.gpus),
-            ).predictions  # fmt: skip
+            workload = api.Workload(
+                tp=job.gpus, batch=batch, prompt=prompt, generate=generate, graphed=job.graphed, compiled=job.compiled,
+                served=job.served, attention=job.design.attention, all_logits=job.design.all_logits,
+            )  # fmt: skip
+            cluster = api.Cluster(fabric, tuple(self.what_if), library_of(job, fabric.libraries))
+            whole = {"tensor_parallel.vocabulary": False} if job.design.whole_head and job.gpus > 1 else None
+            program = self.program(job.model, job.dtype)
+            self.known[key] = api.predict(program, recipes, workload, cluster, set=whole).predictions
         return self.known[key]
 
     def program(self, model: str, dtype: str) -> Program:
@@ -106,12 +108,6 @@ class Job:
     compiled: bool = True
     served: bool = False
     design: Design = USUAL
-
-
-def options_of(design: Design, gpus: int) -> dict[str, Any]:
-    """A design as options of `rewriter.api.predict`."""
-    whole = {"tensor_parallel.vocabulary": False} if design.whole_head and gpus > 1 else None
-    return {"attention": design.attention, "all_logits": design.all_logits, "set": whole}
 
 
 def library_of(job: Job, known: Sequence[str]) -> str | None:

@@ -51,8 +51,8 @@ LIMITS = {
     "written with --link, MB": 20.0,
 }
 CONVERT = (
-    "import sys, json; from rewriter.api import convert; source, recipe, out, options = sys.argv[1:]; "
-    "convert(source, recipe, out=out, **json.loads(options))"
+    "import sys, json; from rewriter.api import SaveOptions, convert; source, recipe, out, tp, options = sys.argv[1:]; "
+    "convert(source, recipe, out=out, tp=int(tp), options=SaveOptions(**json.loads(options)))"
 )
 
 
@@ -110,7 +110,7 @@ def timed_reading(source: Path) -> float:
 
 def converted(source: Path, out: Path, tp: int, **options: object) -> Usage:
     """A conversion in a process of its own, from its start to its end."""
-    return run(CONVERT, source, RECIPE, out, json.dumps({"tp": tp, "verify": "none", **options}))
+    return run(CONVERT, source, RECIPE, out, str(tp), json.dumps({"verify": "none", **options}))
 
 
 def taken(directory: Path, beside: Path | None = None) -> int:

@@ -197,7 +197,7 @@ def report(found: dict[str, Any]) -> None:
 def by_command(asked: argparse.Namespace, dtype: str, scratch: Path) -> dict[str, Any]:
     """Seconds per token of `rewrite generate` and of transformers, in turns."""
     output, cache = scratch / f"output-{dtype}", scratch / f"cache-{dtype}"
-    api.convert(asked.model, "tensor-parallel", tp=1, out=output, verify="none", dtype=dtype)
+    api.convert(asked.model, "tensor-parallel", tp=1, out=output, options=api.SaveOptions(verify="none", dtype=dtype))
     words = [sys.executable, "-m", "rewriter.cli", "generate", str(output), "--prompt", PROMPT, "--json"]
     words += ["--max-new-tokens", str(asked.tokens)]
     variables = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": str(asked.threads)}
@@ -274,7 +274,7 @@ def main() -> int:
         if asked.command:
             return finished(asked, found, wrong)
         output = Path(scratch) / "output"
-        api.convert(asked.model, "tensor-parallel", tp=1, out=output, verify="none", link=True)
+        api.convert(asked.model, "tensor-parallel", tp=1, out=output, options=api.SaveOptions(verify="none", link=True))
         for dtype in asked.dtypes.split(","):
             for batch in map(int, asked.batches.split(",")):
                 found.append(measure(asked, dtype, batch, output, Path(scratch)))

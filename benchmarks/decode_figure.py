@@ -52,7 +52,9 @@ class Row:
 def rows() -> list[Row]:
     """The two predictions."""
     program = traced("llama-3.1-70b", "bfloat16")
-    compared = api.predict(program, list(TITLES), fabric="pcie-gen5", tp=8, batch=16, prompt=1024, generate=512)
+    compared = api.predict(
+        program, list(TITLES), api.Workload(tp=8, batch=16, prompt=1024, generate=512), api.Cluster(fabric="pcie-gen5")
+    )
     return [Row(TITLES[p.recipe], p.decode, *window(p.decode, LAYERS)) for p in compared.predictions]
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 from gpu_report import Row, Scale, Table
 
+from rewriter.convert.save_options import SaveOptions
+
 # `rewrite adapt` needs packages that the other sections do without: what needs them is imported where it is used.
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +64,7 @@ def healed(scale: Scale, model: Path, directory: Path, out: Path, tokens: int, e
     from rewriter.api import convert
 
     if not directory.exists():
-        convert(model, directory.name, out=directory, verify="none")
+        convert(model, directory.name, out=directory, options=SaveOptions(verify="none"))
     data = [] if scale.tiny else ["--data", f"self:{min(tokens, WRITTEN)}"]
     evaluation = scale.pick(EVALUATION, "self:2048")
     run = functools.partial(trained, directory, out, tokens, [*data, *_saves(scale)], evaluation)

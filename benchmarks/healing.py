@@ -42,6 +42,7 @@ from rewriter.adapt.log import read_metrics
 from rewriter.adapt.models import Batch, HuggingFaceModel
 from rewriter.adapt.teacher import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
+from rewriter.convert.save_options import SaveOptions
 from rewriter.measure.drift import CALIBRATION
 from rewriter.recipes import Recipe
 
@@ -226,7 +227,7 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
             if given.unpermuted:
                 kept = tuple(p for p in loaded.passes if p.pass_name != "permute")
                 loaded = loaded.model_copy(update={"passes": kept})
-            convert(given.model, loaded, out=directory, tp=given.tp or 1, verify="none")
+            convert(given.model, loaded, out=directory, tp=given.tp or 1, options=SaveOptions(verify="none"))
         for tokens in given.tokens or [24_576]:
             for way, options in ways.items():
                 out = given.build / f"{name}-{tokens}-{way.replace(' ', '-').replace(',', '')}"

@@ -23,22 +23,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from random_checkpoint import Sizes, make
 from rich.console import Console
 
+from rewriter.convert.save_options import SaveOptions
+
 SIZES = Sizes(hidden=1024, feed_forward=4096, heads=16, kv_heads=8, head=64, vocabulary=8000, file_bytes=4e7)
 GIGABYTES = 0.1
-WAYS: Mapping[str, Mapping[str, Any]] = {
-    "copies": {"tp": 2},
-    "links": {"tp": 2, "link": True},
-    "a file per rank": {"tp": 2, "materialize": True},
-    "fp16": {"tp": 2, "dtype": "fp16"},
-    "two degrees": {"tp": [2, 4]},
+WAYS: Mapping[str, tuple[list[int], SaveOptions]] = {
+    "copies": ([2], SaveOptions(verify="none")),
+    "links": ([2], SaveOptions(verify="none", link=True)),
+    "a file per rank": ([2], SaveOptions(verify="none", materialize=True)),
+    "fp16": ([2], SaveOptions(verify="none", dtype="fp16")),
+    "two degrees": ([2, 4], SaveOptions(verify="none")),
 }
 RESUMED = 0.8  # of the runs after a kill; the others start over
 
@@ -56,7 +57,8 @@ class Way:
     name: str
     source: Path
     place: Path
-    options: Mapping[str, Any]
+    tp: list[int]
+    options: SaveOptions
     expected: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0  # of a whole run
     writing: float = 0.0  # of it, since the first byte
@@ -91,7 +93,8 @@ class Way:
         """What the process does, and its exit code."""
         from rewriter.api import convert
 
-        convert(self.source, "tensor-parallel", out=self.out, verify="none", resume=resume, **self.options)
+        options = replace(self.options, resume=resume)
+        convert(self.source, "tensor-parallel", out=self.out, tp=self.tp, options=options)
         return 0
 
     def left(self) -> dict[str, str]:
@@ -221,7 +224,7 @@ def main() -> int:
         source = Path(root, "source")
         source.mkdir()
         make(source, GIGABYTES, SIZES)
-        ways = [Way(name, source, Path(root, f"way{i}"), given) for i, (name, given) in enumerate(WAYS.items())]
+        ways = [Way(name, source, Path(root, f"way{i}"), *given) for i, (name, given) in enumerate(WAYS.items())]
         for way in ways:
             way.undisturbed()
             console.print(f"{way.name}: {len(way.expected)} files in {way.seconds:.1f} s, {way.writing:.2f} of writing")

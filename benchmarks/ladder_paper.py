@@ -29,13 +29,15 @@ CASES = [
     ("8B", "h100-nvlink", 8, (1, 64), ("ladder-upper-half", "ladder", "desync-4x")),
     ("8B", "h100-no-p2p", 8, (64,), ("desync-4x",)),
 ]
-DESIGN = {"attention": "plain", "all_logits": True, "set": {"tensor_parallel.vocabulary": False}}
+DESIGN = {"attention": "plain", "all_logits": True}
+WHOLE_HEAD = {"tensor_parallel.vocabulary": False}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--usual", action="store_true", help="sharded vocabulary, fused attention, last logits alone")
-    design: dict[str, Any] = {} if parser.parse_args().usual else DESIGN
+    usual = parser.parse_args().usual
+    design: dict[str, Any] = {} if usual else DESIGN
     for name, fabric, tp, batches, recipes in CASES:
         hidden, wide, layers, heads = SIZES[name]
         config = LlamaConfig(
@@ -46,9 +48,12 @@ def main() -> None:
         library = None if fabric == "h100-no-p2p" else "nccl"
         for batch in batches:
             found = api.predict(
-                config, ["tensor-parallel", *recipes], fabric=fabric, tp=tp, batch=batch, library=library,
-                **design,
-            ).predictions  # fmt: skip
+                config,
+                ["tensor-parallel", *recipes],
+                api.Workload(tp=tp, batch=batch, **design),
+                api.Cluster(fabric=fabric, library=library),
+                set=None if usual else WHOLE_HEAD,
+            ).predictions
             share = found[0].decode.exposed_seconds / found[0].decode.seconds
             gains = []
             for p in found[1:]:

@@ -37,11 +37,15 @@ def main() -> None:
     )  # fmt: skip
     # what torch and transformers import when a model is traced for the first time
     tiny = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
-    api.predict(tiny, ["tensor-parallel"], tp=2)
+    api.predict(tiny, ["tensor-parallel"], api.Workload(tp=2))
     print(f"imports {time.process_time():6.2f} s")
     began = time.process_time()
     found = api.predict(
-        config, all_recipes(), fabric=options.fabric, tp=options.tp, graphed=not options.eager, pareto=options.pareto
+        config,
+        all_recipes(),
+        api.Workload(tp=options.tp, graphed=not options.eager),
+        api.Cluster(fabric=options.fabric),
+        pareto=options.pareto,
     )
     took = time.process_time() - began
     for p in found.predictions:

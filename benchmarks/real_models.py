@@ -59,7 +59,7 @@ def expected_tokens(directory: Path, prompts: list[list[int]]) -> list[list[int]
 
 def continued_alike(model: Path, recipe: str, tp: int, prompts: list[str], directory: Path) -> int:
     """How many prompts the ranks continue as transformers does."""
-    api.convert(model, recipe, tp=tp, out=directory, verify="none", dtype="fp32")
+    api.convert(model, recipe, tp=tp, out=directory, options=api.SaveOptions(verify="none", dtype="fp32"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     expected = expected_tokens(directory, [tokenizer(text).input_ids for text in prompts])
     generations = api.generate(directory, prompts, max_new_tokens=NEW_TOKENS)
@@ -69,10 +69,10 @@ def continued_alike(model: Path, recipe: str, tp: int, prompts: list[str], direc
 def row(model: Path, recipe: str, tp: int, prompts: list[str], scratch: Path) -> dict[str, Any]:
     """One line of the table. Raises RewriterError where a conversion or its verification fails."""
     copied, linked, exact = (scratch / name for name in ("copied", "linked", "fp32"))
-    report = api.convert(model, recipe, tp=tp, out=copied, verify="full")
+    report = api.convert(model, recipe, tp=tp, out=copied, options=api.SaveOptions(verify="full"))
     differences = [value for name, value in report.verification.items() if name.startswith("real weights")]
     drift = report.verification.get("drift", {"kl": 0.0, "top1_agreement": 1.0})  # an exact recipe has none
-    api.convert(model, recipe, tp=tp, out=linked, verify="none", link=True)
+    api.convert(model, recipe, tp=tp, out=linked, options=api.SaveOptions(verify="none", link=True))
     equal = continued_alike(model, recipe, tp, prompts, exact) if prompts else 0
     return {
         "recipe": recipe, "tp": tp, "largest difference": max(differences),

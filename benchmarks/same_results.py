@@ -34,23 +34,27 @@ for name in sys.argv[2].split(",") if sys.argv[2] else zoo.FAMILIES:
 """
 
 CONVERT = """
-import json, sys, warnings
+import inspect, json, sys, warnings
 from pathlib import Path
 import torch
 from rewriter.api import convert
+from rewriter.convert.save_options import SaveOptions
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 models, outputs, lengths = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[4])
 refused = {}
+# Earlier commits take the fields of SaveOptions one by one.
+takes_options = "context" in inspect.signature(convert).parameters
+unverified = {"options": SaveOptions(verify="none")} if takes_options else {"verify": "none"}
 for model in sorted(models.iterdir()):
     for recipe in sys.argv[3].split(","):
         name = Path(recipe).stem
         out = outputs / f"{model.name}+{name}"
         sequence = any(word in name for word in ("attention", "ulysses", "long-context"))
         try:
-            convert(model, recipe, out=out, verify="none", **({"sp": 2} if sequence else {"tp": 2}))
+            convert(model, recipe, out=out, **unverified, **({"sp": 2} if sequence else {"tp": 2}))
         except Exception as error:
             refused[out.name] = f"{type(error).__name__}: {error}"
             continue

@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rewriter.convert.save_options import SaveOptions
+
 VARIANTS = {
     "standard": "tensor-parallel",
     "ladder-upper-half": "ladder-upper-half",
@@ -59,7 +61,7 @@ def write_models(directory: Path, ranks: int) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(directory / "source")
     for name, recipe in VARIANTS.items():
-        convert(directory / "source", recipe, out=directory / name, tp=ranks, verify="none")
+        convert(directory / "source", recipe, out=directory / name, tp=ranks, options=SaveOptions(verify="none"))
 
 
 class Contestant:

@@ -61,8 +61,8 @@ def run(case: Case, launches: int) -> Validation:
         file = Path(scratch, "config.json")
         file.write_text(json.dumps(case.config.to_dict()))
         found = api.validate(
-            file, RECIPES, tp=RANKS, prompt=case.prompt, generate=case.generate, launches=launches
-        )  # fmt: skip
+            file, RECIPES, api.Workload(tp=RANKS, prompt=case.prompt, generate=case.generate), launches=launches
+        )
     if found.reason is not None:
         raise RewriterError(f"{case.name}: {found.reason}")
     return found

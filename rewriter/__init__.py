@@ -3,7 +3,7 @@
     import rewriter as rw
     program = rw.trace("path/to/model")
     rewritten = rw.rewrite(program, "ladder-upper-half", tp=8)
-    rw.save(rewritten, "out")
+    rw.save(rewritten, "out", options=rw.SaveOptions(dtype="bf16"))
 
 Every public name is imported on first use, so `import rewriter` imports neither torch nor transformers.
 """
@@ -17,17 +17,26 @@ from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from rewriter.adapt.options import AdaptOptions
     from rewriter.api import load, rewrite, save
+    from rewriter.common.run_context import RunContext
+    from rewriter.convert.save_options import SaveOptions
     from rewriter.ir import Program
     from rewriter.ir.simulate import simulate
+    from rewriter.predict.workload import Cluster, Workload
     from rewriter.recipes import Recipe
     from rewriter.tracing import trace
 
 __all__ = [
+    "AdaptOptions",
+    "Cluster",
     "Program",
     "Recipe",
     "RewriterError",
+    "RunContext",
+    "SaveOptions",
     "VerificationError",
+    "Workload",
     "__version__",
     "load",
     "rewrite",
@@ -37,8 +46,13 @@ __all__ = [
 ]
 
 _HOME = {
+    "AdaptOptions": "rewriter.adapt.options",
+    "Cluster": "rewriter.predict.workload",
     "Program": "rewriter.ir",
     "Recipe": "rewriter.recipes",
+    "RunContext": "rewriter.common.run_context",
+    "SaveOptions": "rewriter.convert.save_options",
+    "Workload": "rewriter.predict.workload",
     "load": "rewriter.api",
     "rewrite": "rewriter.api",
     "save": "rewriter.api",

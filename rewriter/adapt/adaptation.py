@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rewriter.adapt.log import tensorboard, told_where_it_is_awaited
 from rewriter.adapt.loop import AdaptTrainer
 from rewriter.adapt.models import Model
 from rewriter.adapt.objective import loss_of
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import join
 from rewriter.adapt.run import Run
 from rewriter.adapt.schedule import DEFAULTS, WIDTH, plan
@@ -26,9 +26,9 @@ from rewriter.check.saved_output import check_files, check_weights
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import json_text
 from rewriter.common.packages import require
+from rewriter.common.run_context import RunContext, silent
 from rewriter.common.text_settings import stream_width
 from rewriter.common.tokenizer_code import own_code
-from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.preflight import check_free
 from rewriter.convert.rewritten_source import Opened, open_output, recipe_of
 from rewriter.convert.save_options import Level
@@ -61,8 +61,8 @@ def adapt(
     teacher: str | os.PathLike[str] | None = None,
     resume: bool = False,
     verify: Level = "shrunken",
-    options: Options | None = None,
-    progress: ProgressCall = silent,
+    options: AdaptOptions = AdaptOptions(),
+    context: RunContext = RunContext(),
 ) -> AdaptReport:
     """Train the checkpoint in `directory`, which `rewrite` wrote, on `data`, and write the result to `out`.
 
@@ -80,7 +80,7 @@ def adapt(
     """
     opened, final = open_output(directory, trained=True), Path(os.path.abspath(out))
     known = teacher is not None or opened.manifest.adaptation is None
-    chosen = (options or Options()).resolved(known)
+    chosen = options.resolved(known)
     require("adapt", "rewrite adapt", "accelerate")
     if chosen.lora:
         require("adapt", "--lora", "peft")
@@ -97,16 +97,16 @@ def adapt(
             f"Use one of {', '.join(settings_of.ELEMENTWISE)}, or one rank"
         )
     if own_code(opened.root):
-        load_tokenizer(str(opened.root), chosen.trust_remote_code)  # may be refused
-    progress = progress if ranks.first else silent
-    own_text = OwnText(opened, chosen, teacher, known, ranks, device, progress)
+        load_tokenizer(str(opened.root), context.trust_remote_code)  # may be refused
+    context = context if ranks.first else replace(context, progress=silent)
+    own_text = OwnText(opened, chosen, teacher, known, ranks, device, context)
     file = own_text.file_of(data)
     measured = None if evaluation is None else own_text.file_of(evaluation, held_out=True)
-    rows = read_data(opened, chosen, file, measured, int(given.get("seed", DEFAULTS["seed"])), progress)
+    rows = read_data(opened, chosen, file, measured, int(given.get("seed", DEFAULTS["seed"])), context)
     count = len(rows.rows)  # type: ignore[arg-type]
     width = stream_width(opened.config) or WIDTH
     settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device)
-    run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, progress)
+    run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, context)
     described = {
         "checkpoint": Checkpoint.open(opened.root).fingerprint(),
         "data": _identity(file),
@@ -144,7 +144,7 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     ranks, seed = run.ranks, int(run.settings["seed"])
     ranks.on_first(lambda: students.prepare_source(run))
     torch.manual_seed(seed)  # adapters start at random, the same on all ranks
-    run.progress("loading the model")
+    run.context.progress("loading the model")
     kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))
     built = students.student(run)
     theirs, facts = _measured_before(run, built)
@@ -158,7 +158,7 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     torch.manual_seed(seed + 1 + ranks.replica)  # dropout differs from row to row
     trainer.train(resume_from_checkpoint=kept)
     del theirs, trunk, trainer
-    run.progress("writing the result")
+    run.context.progress("writing the result")
     output.merge(built)
     output.round_to(built.model.module, run.source, run.opened.dtype)
     losses: dict[str, float] = {name: facts[name] for name in ("original", "before") if name in facts}
@@ -177,7 +177,7 @@ def _measured_before(run: Run, built: students.Student) -> tuple[Model | None, d
     if run.original is not None and (distills or "original" not in facts):
         theirs = students.teacher(built, run, run.original)
     if "before" not in facts:
-        run.progress("measuring the loss before training")
+        run.context.progress("measuring the loss before training")
         losses = {} if theirs is None else {"original": run.measured(theirs)}
         losses["before"] = run.measured(built.model)
         facts = run.ranks.on_first(lambda: checkpoints.remember(run.place, **losses))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from rewriter.adapt.options import MOST_TOKENS, Options
+from rewriter.adapt.options import MOST_TOKENS, AdaptOptions
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import LONGEST_ROW, OWN_TEXT, Budget, tokens_of_run
 from rewriter.adapt.self_written import self_written
 from rewriter.adapt.token_rows import load_rows
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import RunContext
 from rewriter.common.scratch import scratch_folder
 from rewriter.common.text_settings import context_length, vocabulary_size
 from rewriter.convert.rewritten_source import Opened, complete_config, write_source
@@ -41,7 +41,7 @@ class RunData:
 
 
 def read_data(
-    opened: Opened, options: Options, data: str, evaluation: str | None, seed: int, progress: Callable[..., None]
+    opened: Opened, options: AdaptOptions, data: str, evaluation: str | None, seed: int, context: RunContext
 ) -> RunData:
     """Read `data`, and `evaluation` or some rows of the data in its place (drawn by `seed`).
 
@@ -50,7 +50,7 @@ def read_data(
     Raises RewriterError for a directory without a tokenizer, a length beyond the model's positions, and faults of the
     data, with their places.
     """
-    tokenizer = load_tokenizer(str(opened.root), options.trust_remote_code)
+    tokenizer = load_tokenizer(str(opened.root), context.trust_remote_code)
     if tokenizer is None:
         raise RewriterError(
             f"{opened.root}: it has no tokenizer, so text cannot become tokens. Copy the source's tokenizer files into "
@@ -70,7 +70,7 @@ def read_data(
         length = Budget(options.tokens).length(positions)
     if length > positions:
         raise RewriterError(f"--length {length}: the model has {positions} positions. Give fewer")
-    progress("reading the data")
+    context.progress("reading the data")
     rows = rows_of(data, length)
     if follows and not options.tokens:
         shorter = Budget(tokens_of_run(options, rows.counts.tokens)).length(positions)
@@ -128,12 +128,12 @@ class OwnText:
     their original wiring; `known`: whether either is there."""
 
     opened: Opened
-    options: Options
+    options: AdaptOptions
     teacher: str | os.PathLike[str] | None
     known: bool
     ranks: RunRanks
     device: torch.device
-    progress: Callable[..., None]
+    context: RunContext
 
     def file_of(self, data: str | os.PathLike[str] | None, held_out: bool = False) -> str:
         """The file or id that `data` names; of `self:N`, the file that rank 0 writes, or has written before. None: of
@@ -153,9 +153,8 @@ class OwnText:
         return written
 
     def _write(self, tokens: int, held_out: bool) -> str:
-        remote = self.options.trust_remote_code
         if self.teacher is not None:
-            return str(self_written(Path(self.teacher), tokens, self.device, self.progress, held_out, None, remote))
+            return str(self_written(Path(self.teacher), tokens, self.device, self.context, held_out))
         with scratch_folder("self") as place:
             source, files = write_source(self.opened, place / "source"), self.opened.manifest.source.files
-            return str(self_written(source, tokens, self.device, self.progress, held_out, files, remote))
+            return str(self_written(source, tokens, self.device, self.context, held_out, files))

@@ -50,7 +50,7 @@ class Metrics(TrainerCallback):
                 logged["tokens_per_second"] = round((state.global_step - step) * self.tokens_per_step / (now - then), 1)
                 self._last = (state.global_step, now)
             speed = logged.get("tokens_per_second")
-            self.run.progress(
+            self.run.context.progress(
                 "training", state.global_step, state.max_steps, loss=logged["loss"], tokens_per_second=speed
             )
         entry: dict[str, Any] = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from rewriter.adapt.models import Batch, Model, TokenStates
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.teacher import Trunk
 from rewriter.runtime.replicas import IGNORED, next_tokens
@@ -30,7 +30,10 @@ Loss = Callable[[Model, Batch, nn.Module], dict[str, Tensor]]
 
 
 def loss_of(
-    options: Options, autocast: Callable[[], AbstractContextManager[None]], theirs: Model | None, trunk: Trunk | None
+    options: AdaptOptions,
+    autocast: Callable[[], AbstractContextManager[None]],
+    theirs: Model | None,
+    trunk: Trunk | None,
 ) -> Loss:
     """The loss that the options ask for. autocast: the precision of a forward pass (the Trainer's covers the forward of
     its module alone, whose parts are called here one by one). theirs: the teacher of a distillation. trunk: the layers

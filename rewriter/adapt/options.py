@@ -1,4 +1,4 @@
-"""Options of a run of `rewrite adapt`, and the Trainer's settings that `--set` gives."""
+"""AdaptOptions of a run of `rewrite adapt`, and the Trainer's settings that `--set` gives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MOST_TOKENS = 10**15  # a run of more is a slip of the pen: the largest so far s
 
 
 @dataclass(frozen=True)
-class Options:
+class AdaptOptions:
     """Options of a run; see `rewrite adapt --help`. `settings` are TrainingArguments by name (those of `SETTINGS`).
 
     `method` and `train` are None where they follow from the run (`resolved`); without `too_long`, texts are split and
@@ -65,7 +65,6 @@ class Options:
     length: int | None = None
     too_long: TooLong | None = None
     packing: bool = True
-    trust_remote_code: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +92,7 @@ class Options:
             if excluded:
                 raise RewriterError(message)
 
-    def resolved(self, original_known: bool) -> Options:
+    def resolved(self, original_known: bool) -> AdaptOptions:
         """With a method: distillation where there is an original to learn from; it trains what is rewritten, where
         that can be trained apart."""
         distills = original_known and not self.from_scratch
@@ -117,7 +116,7 @@ class Options:
         return self.zero in ("3", "plus-plus", "node-local")
 
     def _trained_whole(self) -> tuple[tuple[str, Any, str], ...]:
-        """Options that train all weights: the name, a true value where it is used, and why."""
+        """AdaptOptions that train all weights: the name, a true value where it is used, and why."""
         return (
             ("--lora", self.lora, "adapters are on all linear layers"),
             ("--from-scratch", self.from_scratch, "random weights are all to be trained"),
@@ -127,7 +126,7 @@ class Options:
         )
 
     def _conflicts(self) -> list[tuple[Any, str]]:
-        """Options that exclude each other: a true value where both are given, and the error."""
+        """AdaptOptions that exclude each other: a true value where both are given, and the error."""
         where, ep = f"--tp {self.tp}" if self.tp > 1 else f"--sp {self.sp}", f"with --ep {self.ep}"
         return [
             (self.cross_entropy and self.method == "sft",

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from rewriter.adapt.log import METRICS, read_metrics
 from rewriter.adapt.models import HuggingFaceModel, base_of
-from rewriter.adapt.options import FREE, Options
+from rewriter.adapt.options import FREE, AdaptOptions
 from rewriter.adapt.run import Run
 from rewriter.adapt.students import Student
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
 from rewriter.convert.conversion import save
 from rewriter.convert.reopened import taken_over
 from rewriter.convert.rewritten_source import rewritten, write_source
-from rewriter.convert.save_options import Level
+from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.output.manifest import AdaptationEntry
 from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.training.zero.comm_hooks import free_gathered
@@ -99,7 +99,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def entry(run: Run, losses: dict[str, float]) -> AdaptationEntry:
     """The manifest's entry of a run."""
     options, data, sizes = run.options, run.data, run.sizes
-    plain = {f.name: f.default for f in dataclasses.fields(Options)}
+    plain = {f.name: f.default for f in dataclasses.fields(AdaptOptions)}
     given = {k: v for k, v in asdict(options).items() if k not in ("settings", "method") and v != plain[k]}
     seconds, before = 0.0, 0  # of steps, in all parts of a run that was interrupted
     for line in read_metrics(run.place):
@@ -130,10 +130,10 @@ def write(run: Run, out: Path, done: AdaptationEntry, verify: Level) -> None:
     save(
         rewritten(run.opened, run.place / "trained"),
         out,
-        name=source.name,
-        verify=verify,
+        source.name,
+        SaveOptions(verify=verify),
+        run.context,
         adaptation=done,
         original=source,
         beside={f"training/{file.name}": file for file in logged},
-        progress=run.progress,
     )

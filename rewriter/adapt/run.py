@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,11 @@ import torch
 from rewriter.adapt.data_set import RunData
 from rewriter.adapt.models import Model
 from rewriter.adapt.objective import evaluate
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import RunSizes
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import RunContext
 from rewriter.convert.rewritten_source import Opened
 
 
@@ -30,7 +31,7 @@ class Run:
     """
 
     opened: Opened
-    options: Options
+    options: AdaptOptions
     settings: Mapping[str, Any]
     data: RunData
     sizes: RunSizes
@@ -38,7 +39,7 @@ class Run:
     device: torch.device
     place: Path
     original: Path | None
-    progress: Callable[..., None]
+    context: RunContext
 
     @property
     def source(self) -> Path:

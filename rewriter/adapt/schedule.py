@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 from rewriter.common.errors import RewriterError
 from rewriter.recipes.recipe import Adaptation
 
@@ -101,13 +101,19 @@ def _between(tokens: int, values: tuple[float, ...]) -> float:
     return float(np.exp(np.interp(math.log(tokens), np.log(_TOKENS), np.log(values))))
 
 
-def tokens_of_run(options: Options, tokens_of_data: int) -> int:
+def tokens_of_run(options: AdaptOptions, tokens_of_data: int) -> int:
     """The tokens that a run sees: those that --tokens asks for, else those of the data in its epochs (one)."""
     return options.tokens or max(1, int(tokens_of_data * float(options.settings.get("num_train_epochs", 1))))
 
 
 def plan(
-    adapt: Adaptation | None, options: Options, rows: int, length: int, width: int, replicas: int, device: torch.device
+    adapt: Adaptation | None,
+    options: AdaptOptions,
+    rows: int,
+    length: int,
+    width: int,
+    replicas: int,
+    device: torch.device,
 ) -> tuple[dict[str, Any], RunSizes]:
     """The Trainer's settings, and the sizes that follow: from the tokens of the run, or from the recipe's `adapt`
     section (else the paper's), and above all from what the options set. The data are `rows` of `length` tokens, the
@@ -129,7 +135,13 @@ def plan(
 
 
 def _budgeted(
-    adapt: Adaptation | None, options: Options, rows: int, length: int, width: int, replicas: int, device: torch.device
+    adapt: Adaptation | None,
+    options: AdaptOptions,
+    rows: int,
+    length: int,
+    width: int,
+    replicas: int,
+    device: torch.device,
 ) -> tuple[dict[str, Any], RunSizes]:
     """Settings and sizes by the tokens of the run, without the settings that the options give."""
     given, tokens = dict(options.settings), tokens_of_run(options, rows * length)

@@ -21,6 +21,7 @@ from rewriter.adapt.schedule import WIDE_ENOUGH, multiplies_bf16
 from rewriter.adapt.teacher import frozen, load_model
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import check_tokens, context_length
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.measure.drift import load_tokenizer
@@ -55,10 +56,9 @@ def self_written(
     source: Path,
     tokens: int,
     device: torch.device,
-    progress: Callable[..., None],
+    context: RunContext,
     held_out: bool = False,
     files: Mapping[str, str] | None = None,
-    trust_remote_code: bool = False,
 ) -> Path:
     """A file of one {"text": …} per line that the model in `source` wrote, of about `tokens` tokens.
 
@@ -68,7 +68,7 @@ def self_written(
     sha256 of the weight files of which `source` is made, where it is not the model as it came: with its channels in
     another order it writes the same. Raises RewriterError for a source without a tokenizer.
     """
-    tokenizer = load_tokenizer(str(source), trust_remote_code)
+    tokenizer = load_tokenizer(str(source), context.trust_remote_code)
     if tokenizer is None:
         raise RewriterError(f"{source}: it has no tokenizer, so what the model writes cannot be read. Give --data FILE")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def self_written(
             written, total = done * STREAMS * length, len(missing) * STREAMS * length
 
             def tell(step: int, before: int = written, count: int = len(some), whole: int = total) -> None:
-                progress("writing text", before + step * STREAMS * count, whole)
+                context.progress("writing text", before + step * STREAMS * count, whole)
 
             writers = [_Writer(model, tokenizer, length, number + held_out * _HELD_OUT) for number in some]
             for number, texts in zip(some, write_together(model, writers, tell), strict=True):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from rewriter.adapt import teacher as teachers
 from rewriter.adapt.models import HuggingFaceModel, Model, ShardedModel, base_of, isolates_segments
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.run import Run
 from rewriter.adapt.unshard import write_model
 from rewriter.common.errors import RewriterError
@@ -226,7 +226,7 @@ def teacher(built: Student, run: Run, original: Path) -> Model:
     return HuggingFaceModel(whole, group)
 
 
-def require_serves(opened: Opened, options: Options) -> None:
+def require_serves(opened: Opened, options: AdaptOptions) -> None:
     """Refuse ranks that the directory cannot be trained on."""
     tp, bound = opened.tensor_parallel, f"{opened.root} is bound to tp={opened.tensor_parallel}"
     if opened.bound and options.ep > 1:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.adapt.models import base_of, giving
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
@@ -36,7 +36,7 @@ def load_model(directory: Path, device: torch.device, trust_remote_code: bool = 
     return model.to(device)
 
 
-def original_directory(opened: Opened, options: Options, source: Path, teacher: Any) -> Path | None:
+def original_directory(opened: Opened, options: AdaptOptions, source: Path, teacher: Any) -> Path | None:
     """The directory of the original model; None where it is not known, or nothing to compare with.
 
     `source` will have the weights to train under the original wiring. Raises RewriterError where `teacher` is another

@@ -10,13 +10,14 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import check_sha256, read_json
+from rewriter.common.run_context import RunContext
 from rewriter.output.manifest import Manifest, read_manifest
 from rewriter.output.names import ranks_of
 from rewriter.weights import references
 from rewriter.weights.expressions import Expression, Tensor
 
 
-def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
+def verify(directory: str | os.PathLike[str], context: RunContext = RunContext()) -> dict[str, Any]:
     """Check a written output again; returns names and figures of what held.
 
     Every file's sha256, and that weights are finite; then, where the manifest has golden logits and memory allows, the
@@ -26,9 +27,12 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     """
     root = Path(directory)
     manifest = read_manifest(root)
-    check_files(root, manifest, progress=progress)
+    check_files(root, manifest, progress=context.progress)
     check_weights(root, manifest)
-    return {"files with the hash of the manifest": len(manifest.files), **golden_figures(root, manifest, progress)}
+    return {
+        "files with the hash of the manifest": len(manifest.files),
+        **golden_figures(root, manifest, context.progress),
+    }
 
 
 def golden_figures(root: Path, manifest: Manifest, progress: Callable[..., None]) -> dict[str, Any]:

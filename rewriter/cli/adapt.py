@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from rewriter.cli import launching, options
+from rewriter.common.run_context import RunContext
 
 
 def adapt(
@@ -41,21 +42,27 @@ def adapt(
     Settings follow from the tokens of the run, or for sft from the recipe, where --set does not say. With --tp, --sp or
     --ep it starts as many ranks on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
     """
-    given = {name: value for name, value in locals().items() if name not in ("context", "directory", "set", "json")}
     if tp * sp * ep > 1 and not launching.is_rank():
         launching.start_ranks(context.obj, tp * sp * ep)
         return
-    from rewriter.adapt.options import parse_settings
+    from rewriter.adapt.options import AdaptOptions, parse_settings
     from rewriter.cli.progress import ProgressLine
 
-    settings = parse_settings(set or [])
+    chosen = AdaptOptions(
+        method=method, tokens=tokens, train=train, temperature=temperature, cross_entropy=cross_entropy, lora=lora,
+        base=base, zero=zero, ep=ep, ep_order=ep_order, tp=tp, sp=sp, from_scratch=from_scratch, length=length,
+        too_long=too_long, packing=packing, settings=parse_settings(set or []),
+    )  # fmt: skip
     with ProgressLine() as progress:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         from rewriter import api
 
-        report = api.adapt(directory, **given, set=settings, progress=progress)
+        report = api.adapt(
+            directory, out=out, data=data, eval=eval, teacher=teacher, resume=resume, verify=verify, options=chosen,
+            context=RunContext(progress, trust_remote_code),
+        )  # fmt: skip
     if launching.is_rank():
         from rewriter.adapt.ranks import leave
 

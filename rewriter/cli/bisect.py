@@ -8,6 +8,7 @@ import typer
 
 from rewriter.cli import options
 from rewriter.common.fork_server import start_early
+from rewriter.common.run_context import RunContext
 
 
 def bisect(
@@ -41,7 +42,7 @@ def bisect(
 
         found = api.bisect(
             directory, recipe=recipe, source=source, weights=weights, tp=tp, sp=sp, set=parse_overrides(set or []),
-            trust_remote_code=trust_remote_code, progress=progress,
+            context=RunContext(progress, trust_remote_code),
         )  # fmt: skip
     if json:
         typer.echo(found.to_json())

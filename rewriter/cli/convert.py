@@ -12,6 +12,8 @@ from rewriter.cli import options
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.files import read_given
 from rewriter.common.fork_server import start_early
+from rewriter.common.run_context import RunContext
+from rewriter.convert.save_options import SaveOptions
 
 
 def convert(
@@ -49,10 +51,13 @@ def convert(
         start_early()
         from rewriter import api
 
+        chosen = SaveOptions(
+            dtype=dtype, verify=verify, dry_run=dry_run, resume=resume, link=link, materialize=materialize,
+            dequantize=dequantize, drop_unused=drop_unused, text=text,
+        )  # fmt: skip
+        context = RunContext(progress, trust_remote_code)
         report = api.convert(
-            model, recipe, out=destination, tp=ranks, sp=sp, dtype=dtype, verify=verify, dry_run=dry_run, resume=resume,
-            link=link, materialize=materialize, dequantize=dequantize, drop_unused=drop_unused,
-            trust_remote_code=trust_remote_code, set=overrides, text=text, progress=progress,
+            model, recipe, out=destination, tp=ranks, sp=sp, set=overrides, options=chosen, context=context
         )  # fmt: skip
     if json:
         typer.echo(report.to_json())

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rewriter.cli import options
+from rewriter.common.run_context import RunContext
 
 
 def diff(
@@ -45,7 +46,7 @@ def diff(
 
         found = api.diff(
             first, second, recipe=recipe, source=source, tp=tp, sp=sp, set=parse_overrides(set or []), tensors=tensors,
-            trust_remote_code=trust_remote_code, progress=progress,
+            context=RunContext(progress, trust_remote_code),
         )  # fmt: skip
     if html is not None:
         from rewriter.common.files import write_text

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rewriter.cli import options
+from rewriter.common.run_context import RunContext
 
 
 def export(
@@ -21,5 +22,5 @@ def export(
     """
     from rewriter import api
 
-    api.export_onnx(directory, onnx, trust_remote_code=trust_remote_code)
+    api.export_onnx(directory, onnx, context=RunContext(trust_remote_code=trust_remote_code))
     typer.echo(f"wrote {onnx}")

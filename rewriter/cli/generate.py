@@ -12,6 +12,7 @@ from rewriter.cli import options
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_given
 from rewriter.common.numbers import json_text
+from rewriter.common.run_context import RunContext
 
 if TYPE_CHECKING:
     from rewriter.runtime.generation.text_stream import Generation
@@ -57,7 +58,7 @@ def generate(
         api.generate(
             directory, texts, tp=tp, max_new_tokens=max_new_tokens, stop=stop or [], temperature=temperature,
             top_p=top_p, top_k=top_k, seed=seed, compile=compile, check=check,
-            trust_remote_code=trust_remote_code, on_text=show,
+            context=RunContext(trust_remote_code=trust_remote_code), on_text=show,
         )  # fmt: skip
     finally:
         show.end_line()

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rewriter.cli import options
+from rewriter.common.run_context import RunContext
 
 
 def inspect(
@@ -31,7 +32,8 @@ def inspect(
     """
     from rewriter import api
 
-    inspection = api.inspect(model, recipe=recipe, tp=tp, sp=sp, tokens=tokens, trust_remote_code=trust_remote_code)
+    context = RunContext(trust_remote_code=trust_remote_code)
+    inspection = api.inspect(model, recipe=recipe, tp=tp, sp=sp, tokens=tokens, context=context)
     if json:
         typer.echo(inspection.to_json())
         return

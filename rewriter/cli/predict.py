@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import json_text
+from rewriter.common.run_context import RunContext
+from rewriter.predict.workload import Cluster, Workload
 
 if TYPE_CHECKING:
     from rewriter.predict.results import RecipeComparison
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def predict(
-    context: typer.Context,
+    command: typer.Context,
     model: options.ConfigModel,
     recipe: options.Recipes,
     fabric: options.FabricName = "h100-nvlink",
@@ -68,22 +71,22 @@ def predict(
         require_place(html, "--html")
     from rewriter import api
 
-    job: dict[str, Any] = dict(
-        tp=tp, sp=sp, batch=batch, prompt=prompt, generate=generate, graphed=graphed, fabric=fabric, library=library,
-        trust_remote_code=trust_remote_code,
+    workload = Workload(
+        batch, prompt, generate, graphed, tp, sp, nodes, compiled, attention, all_logits, served
     )  # fmt: skip
-    place: dict[str, Any] = dict(nodes=nodes, what_if=tuple(what_if or ()))
+    cluster = Cluster(fabric, tuple(what_if or ()), library)
+    context = RunContext(trust_remote_code=trust_remote_code)
     if measure:
-        found = api.measure(model, recipe, wire=wire, **place, **job)
+        found = api.measure(model, recipe, workload, cluster, wire=wire, context=context)
     else:
-        how: dict[str, Any] = dict(compiled=compiled, attention=attention, all_logits=all_logits, served=served)
-        found = api.predict(model, recipe, **place, **how, pareto=pareto, baselines=True, **job)
+        found = api.predict(model, recipe, workload, cluster, pareto=pareto, baselines=True, context=context)
     if validate and (what_if or nodes is not None):
         note = "--validate leaves out --nodes and --what-if: real ranks run on this machine as it is"
         typer.echo(f"note: {note}", err=True)
-    validation = api.validate(model, recipe, **job) if validate else None
+    here, alone = replace(workload, nodes=None), replace(cluster, what_if=())
+    validation = api.validate(model, recipe, here, alone, context=context) if validate else None
     if html is not None:
-        _write_page(html, found, validation, fabric, context.obj or [])
+        _write_page(html, found, validation, fabric, command.obj or [])
     if json:
         _print_json(found, validation)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rewriter.cli import options
 from rewriter.common.fork_server import start_early
+from rewriter.common.run_context import RunContext
 
 
 def refresh(directory: options.Output, verify: options.RefreshVerify = "shrunken") -> None:
@@ -18,7 +19,7 @@ def refresh(directory: options.Output, verify: options.RefreshVerify = "shrunken
         start_early()
         from rewriter import api
 
-        verification = api.refresh(directory, verify=verify, progress=progress)
+        verification = api.refresh(directory, verify=verify, context=RunContext(progress))
     from rewriter.cli.rendering import print_verification
 
     print_verification(verification)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rewriter.cli import options
 from rewriter.common.fork_server import start_early
+from rewriter.common.run_context import RunContext
 
 
 def reshard(directory: options.Output, tp: options.Ranks, verify: options.ReshardVerify = "shrunken") -> None:
@@ -18,7 +19,7 @@ def reshard(directory: options.Output, tp: options.Ranks, verify: options.Reshar
         start_early()
         from rewriter import api
 
-        verification = api.reshard(directory, tp, verify=verify, progress=progress)
+        verification = api.reshard(directory, tp, verify=verify, context=RunContext(progress))
     from rewriter.cli.rendering import print_verification
 
     print_verification(verification)

@@ -13,6 +13,8 @@ from rewriter.cli import options
 from rewriter.cli.convert import read_text
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.numbers import json_text
+from rewriter.common.run_context import RunContext
+from rewriter.predict.workload import Cluster, Workload
 
 if TYPE_CHECKING:
     from rewriter.search.result import SearchResult
@@ -61,9 +63,9 @@ def search(
         from rewriter import api
 
         found = api.search(
-            model, fabric=fabric, tp=tp, sp=sp, nodes=nodes, batch=batch, prompt=prompt, generate=generate,
-            graphed=graphed, what_if=tuple(what_if or ()), library=library, loss=budget, text=text, seed=seed,
-            state=kept, trust_remote_code=trust_remote_code, progress=progress,
+            model, Workload(batch, prompt, generate, graphed, tp, sp, nodes),
+            Cluster(fabric, tuple(what_if or ()), library), loss=budget, text=text, seed=seed, state=kept,
+            context=RunContext(progress, trust_remote_code),
         )  # fmt: skip
     write_text(recipe, found.recipe, "--out")
     if html is not None:

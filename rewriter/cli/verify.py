@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rewriter.cli import options
 from rewriter.common.fork_server import start_early
+from rewriter.common.run_context import RunContext
 
 
 def verify(directory: options.Output) -> None:
@@ -17,7 +18,7 @@ def verify(directory: options.Output) -> None:
         start_early()
         from rewriter import api
 
-        verification = api.verify(directory, progress=progress)
+        verification = api.verify(directory, context=RunContext(progress))
     from rewriter.cli.rendering import print_verification
 
     print_verification(verification)

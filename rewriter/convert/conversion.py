@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from rewriter.check.real_ranks import compare_ranks
 from rewriter.check.real_weights import RealWeights
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
+from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
@@ -40,12 +41,7 @@ from rewriter.weights.early_copies import EarlyCopies, kept_copies
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
 
-ProgressCall = Callable[..., None]
 CARD = "README.md"
-
-
-def silent(*_: Any, **__: Any) -> None:
-    """Progress of a job that nobody watches."""
 
 
 def convert(
@@ -55,13 +51,12 @@ def convert(
     out: str | os.PathLike[str] | None = None,
     tp: int | Sequence[int] = 1,
     sp: int = 1,
-    trust_remote_code: bool = False,
     set: Mapping[str, Any] | None = None,
-    progress: ProgressCall = silent,
+    options: SaveOptions = SaveOptions(),
+    context: RunContext = RunContext(),
     early: EarlyCopies | None = None,
-    **options: Any,
 ) -> ConversionReport:
-    """Convert a Hugging Face checkpoint by a recipe; `options` are those of `SaveOptions`.
+    """Convert a Hugging Face checkpoint by a recipe.
 
     `tp` ranks share the heads and channels, `sp` ranks the tokens of a sequence. Of several numbers in `tp` each gets
     a runtime module, and all read one checkpoint; the recipe must not be bound to its ranks then. `out` defaults to
@@ -75,34 +70,33 @@ def convert(
     passes = loaded.build()
     for degree in (tp, *others):
         check_bound(loaded, passes, degree, sp)
-    chosen = SaveOptions(**options)
-    if others and (chosen.materialize or any(p.scope == "per_rank" for p in passes)):
-        why = "--materialize writes weights for one" if chosen.materialize else f"{loaded.name} is bound to its ranks"
+    if others and (options.materialize or any(p.scope == "per_rank" for p in passes)):
+        why = "--materialize writes weights for one" if options.materialize else f"{loaded.name} is bound to its ranks"
         raise RewriterError(f"--tp {tp},{','.join(map(str, others))}: {why}. Convert once for each number of ranks")
     mesh = f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1 and not others)
     place = Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}{mesh}")
-    if not chosen.resume:
+    if not options.resume:
         check_free(place, model)
 
-    progress("tracing")
+    context.progress("tracing")
     with collector_paused():
         from rewriter.tracing import trace
 
-        traced = trace(model, trust_remote_code=trust_remote_code)
-    loaded = calibrate(loaded, traced, tp, chosen.text, progress)
+        traced = trace(model, trust_remote_code=context.trust_remote_code)
+    loaded = calibrate(loaded, traced, tp, options.text, context.progress)
     with collector_paused():
         program, skipped = apply_recipe(traced, loaded, tp, sp=sp)
         for degree in others:
             apply_recipe(traced, loaded, degree, sp=sp)  # refused before anything is written
     finished = (place / MANIFEST).is_file()  # by an earlier run that is resumed: it is never deleted
-    report = save(program, place, name=os.fspath(model), skipped=skipped, progress=progress, early=early, **options)
-    if others and not chosen.dry_run:
-        _add_degrees(report, place, others, chosen.verify, finished, progress)
+    report = save(program, place, os.fspath(model), options, context, skipped=skipped, early=early)
+    if others and not options.dry_run:
+        _add_degrees(report, place, others, options.verify, finished, context)
     return report
 
 
 def _add_degrees(
-    report: ConversionReport, place: Path, degrees: Sequence[int], verify: Level, finished: bool, progress: ProgressCall
+    report: ConversionReport, place: Path, degrees: Sequence[int], verify: Level, finished: bool, context: RunContext
 ) -> None:
     """Add the modules that are not there yet; where one fails, nothing stays, unless it was `finished` before."""
     remove_interrupted(place)
@@ -110,7 +104,7 @@ def _add_degrees(
     try:
         for degree in degrees:
             if mesh_name({**made.mesh, "tp": degree}) not in made.runtime:
-                report.verification |= reshard(place, degree, verify=verify, progress=progress)
+                report.verification |= reshard(place, degree, verify=verify, context=context)
     except BaseException:
         if not finished:
             shutil.rmtree(place)
@@ -121,18 +115,18 @@ def _add_degrees(
 def save(
     program: Program,
     out: str | os.PathLike[str],
-    *,
     name: str | None = None,
+    options: SaveOptions = SaveOptions(),
+    context: RunContext = RunContext(),
+    *,
     skipped: Sequence[tuple[str, str]] = (),
-    progress: ProgressCall = silent,
     adaptation: AdaptationEntry | None = None,
     original: SourceEntry | None = None,
     beside: Mapping[str, Path] | None = None,
     early: EarlyCopies | None = None,
-    **options: Any,
 ) -> ConversionReport:
     """Verify a rewritten program and write its output directory. `name` is what the base model is called in the card,
-    `skipped` names passes that were not applied, with reasons; `options` are those of `SaveOptions`.
+    `skipped` names passes that were not applied, with reasons.
 
     `adaptation` says that the program's weights were trained after the rewrite, and how: their drift is then not
     measured, since the same weights under the original wiring are not the original, whose entry is `original`. `beside`
@@ -140,11 +134,11 @@ def save(
 
     Raises RewriterError and VerificationError as `convert` does.
     """
-    chosen = SaveOptions(**options)
+    progress = context.progress
     if not program.history:
         raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
     check_place(Path(out), program.source.path)
-    layout = output_files.plan(program, chosen.dtype, chosen.materialize, chosen.dequantize, chosen.drop_unused)
+    layout = output_files.plan(program, options.dtype, options.materialize, options.dequantize, options.drop_unused)
     end_tokens(layout.checkpoint.directory, program.source.config)  # what is copied can be read
     if adaptation is None and own_code(layout.checkpoint.directory):
         load_tokenizer(str(layout.checkpoint.directory), program.source.remote_code)  # may be refused
@@ -161,27 +155,27 @@ def save(
         bytes=layout.nbytes(),
         notes=[
             *(f"{pass_name} was not applied: {reason}" for pass_name, reason in skipped),
-            *unused_note(program, chosen.drop_unused),
+            *unused_note(program, options.drop_unused),
         ],
         program=program,
     )
-    if chosen.dry_run:
+    if options.dry_run:
         check_free(Path(out))
         return report
-    with OutputDirectory(out, chosen.resume, job_of(program, layout, chosen)) as output:
+    with OutputDirectory(out, options.resume, job_of(program, layout, options)) as output:
         if output.complete:
             report.notes.append("it was complete already; nothing was written")
             report.verification = verification_table(read_manifest(output.final).verification)
             return report
         early = kept_copies(early, layout.copies)
-        require_room(program, layout, output, chosen, early)
-        found = Verification() if chosen.verify == "none" else check_shrunken_copy(program, progress)
-        hashes = output_files.write(layout, output, chosen.link, progress, early)
+        require_room(program, layout, output, options, early)
+        found = Verification() if options.verify == "none" else check_shrunken_copy(program, progress)
+        hashes = output_files.write(layout, output, options.link, progress, early)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
-        manifest.unused = [] if chosen.drop_unused else sorted(program.source.unused)
+        manifest.unused = [] if options.drop_unused else sorted(program.source.unused)
         manifest.source.path = recorded_path(layout.checkpoint.directory, output.final)
         manifest.source = original or manifest.source
-        _write_checked(program, layout, output, chosen, found, manifest, beside or {}, progress)
+        _write_checked(program, layout, output, options, found, manifest, beside or {}, progress)
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)
     return report

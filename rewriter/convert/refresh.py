@@ -15,6 +15,7 @@ from rewriter.check.saved_output import config_of, golden_figures
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.garbage import collector_paused
+from rewriter.common.run_context import RunContext
 from rewriter.convert.conversion import CARD
 from rewriter.convert.output_manifest import verified
 from rewriter.convert.replaced_files import add_files, linked_view, put_in_place, scratch_in
@@ -40,7 +41,7 @@ def refresh(
     directory: str | os.PathLike[str],
     *,
     verify: str = "shrunken",
-    progress: Callable[..., None] = lambda *_: None,
+    context: RunContext = RunContext(),
 ) -> dict[str, Any]:
     """Write the code of an output anew, as this version writes it for the installed ones; returns what was compared.
 
@@ -53,6 +54,7 @@ def refresh(
     where ranks would read other ranges of weights; VerificationError where the new code computes something else.
     Nothing is changed then.
     """
+    progress = context.progress
     root = Path(os.path.realpath(directory))
     manifest = read_manifest(root)
     opened, before = Opened(root, manifest, config_of(root)), dict(manifest.versions)

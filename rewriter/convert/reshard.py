@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 from rewriter.check.comparison import Verification
 from rewriter.check.real_ranks import compare_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
+from rewriter.common.run_context import RunContext
 from rewriter.convert.output_manifest import verified
 from rewriter.convert.replaced_files import linked_view, put_in_place, scratch_in
 from rewriter.convert.rewritten_source import open_output, rewritten, write_source
@@ -28,7 +28,7 @@ def reshard(
     tp: int,
     *,
     verify: str = "shrunken",
-    progress: Callable[..., None] = lambda *_: None,
+    context: RunContext = RunContext(),
 ) -> dict[str, Any]:
     """Add the module of `tp` ranks to a directory that `rewrite` wrote; returns what was compared, by name.
 
@@ -36,6 +36,7 @@ def reshard(
     first, unless `verify` is "none". Raises RewriterError for an output that is bound to its ranks, or has the module
     already, and for a number of ranks that the model does not divide into; VerificationError as `convert` does.
     """
+    progress = context.progress
     opened = open_output(directory)
     root, manifest = opened.root, opened.manifest
     if opened.bound:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.files import output_files
 
 Level = Literal["none", "shrunken", "full"]
+Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class SaveOptions:
     Raises RewriterError for values that do not exist or contradict each other.
     """
 
-    dtype: str | None = None
+    dtype: Dtype | None = None
     verify: Level = "shrunken"
     dry_run: bool = False
     resume: bool = False
@@ -33,9 +33,9 @@ class SaveOptions:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in output_files.DTYPES:
+        if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise RewriterError(
-                f"dtype {self.dtype!r}: expected {', '.join(output_files.DTYPES)}, or none to keep what is stored."
+                f"dtype {self.dtype!r}: expected {', '.join(get_args(Dtype))}, or none to keep what is stored."
             )
         if self.verify not in get_args(Level):
             raise RewriterError(f"verify {self.verify!r}: expected none, shrunken or full.")
@@ -44,3 +44,9 @@ class SaveOptions:
             raise RewriterError(
                 f"--link with {option}: converted files differ from the source's, so they cannot be links."
             )
+
+    @property
+    def copies_files(self) -> bool:
+        """True if a new output is likely to hold the source's weight files as they are."""
+        cast = self.dtype is not None or self.dequantize or self.drop_unused
+        return not (cast or self.dry_run or self.resume or self.materialize)

@@ -24,6 +24,7 @@ from torch import nn
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.packages import require
+from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import quantization_settings
 from rewriter.output.manifest import read_manifest
 from rewriter.tracing.length_rotary import rotary_by_length
@@ -35,10 +36,10 @@ LIMIT = 1e-4  # relative error between onnxruntime and torch, both in float32
 _CHECKED_SHAPES = ((2, 21), (1, 1), (3, 33))
 
 
-def export_onnx(directory: Path, file: Path, *, trust_remote_code: bool = False) -> None:
+def export_onnx(directory: Path, file: Path, context: RunContext = RunContext()) -> None:
     """Write the model in `directory` to `file` as ONNX in float32 and check it against torch under onnxruntime.
 
-    The directory's own code runs only if it is what its manifest says, or with `trust_remote_code`. `file` and, for
+    The directory's own code runs only if it is what its manifest says, or where `context` trusts it. `file` and, for
     models above 2 GB, `file`.data are written beside their place and renamed once they have been checked.
 
     Raises RewriterError when the onnx extra is not installed, `file` exists or its directory does not, the directory
@@ -53,7 +54,7 @@ def export_onnx(directory: Path, file: Path, *, trust_remote_code: bool = False)
             raise RewriterError(f"{target} exists already. Choose another file, or delete it yourself.")
     if not file.parent.is_dir():
         raise RewriterError(f"{file.parent}: no such directory to write {file.name} to. Make it first.")
-    model = _load(directory, trust_remote_code)
+    model = _load(directory, context.trust_remote_code)
     staging = Path(tempfile.mkdtemp(prefix=f".{file.name}.writing-", dir=file.parent))
     try:
         _write(model, staging / file.name)

@@ -17,6 +17,7 @@ from rich.console import Group
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.common.numbers import json_text
+from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import declared_dtype
 from rewriter.explain.inspection_tables import tables
 from rewriter.explain.plan_table import plan_data, plan_text
@@ -61,9 +62,9 @@ def inspect(
     model: Any,
     recipe: str | os.PathLike[str] | Recipe | None = None,
     tp: int = 1,
-    trust_remote_code: bool = False,
     sp: int = 1,
     tokens: int | None = None,
+    context: RunContext = RunContext(),
 ) -> Inspection:
     """Reads, writes, communication and memory of `model` on `tp` ranks, and what `recipe` changes. Reads no weights.
 
@@ -77,6 +78,7 @@ def inspect(
         if ranks < 1:
             raise RewriterError(f"{option} {ranks}: expected 1 or more ranks")
     loaded = with_length(load_recipe(recipe), tokens) if recipe is not None else None
+    trust_remote_code = context.trust_remote_code
     config = load_config(model, trust_remote_code)
     original = trace_skeleton(build_skeleton(config, trust_remote_code), remote_code=trust_remote_code)
     # plain tensor parallelism, with which a recipe is compared

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import context_length, declared_dtype, quantization_settings
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
@@ -41,7 +42,7 @@ def compare(
     pareto: bool = False,
     baselines: bool = False,
     set: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
+    context: RunContext = RunContext(),
 ) -> RecipeComparison:
     """See `rewriter.api.predict`."""
     began = time.process_time()
@@ -50,7 +51,7 @@ def compare(
     where = cluster.fabric if isinstance(cluster.fabric, Fabric) else load_fabric(cluster.fabric)
     predictor = Predictor(where, workload, cluster.what_if, workload.nodes, cluster.library)
     loaded = distinct([load_recipe(recipe, set) for recipe in recipes])
-    name, program = _traced(model, trust_remote_code)
+    name, program = _traced(model, context.trust_remote_code)
     candidates = Candidates(program, workload.sp)
     found, skipped = candidates.of(loaded, workload.tp)
     said, asked = about_model(program, workload.prompt + workload.generate), len(found)
@@ -153,7 +154,7 @@ def measure(
     cluster: Cluster,
     *,
     wire: bool = False,
-    trust_remote_code: bool = False,
+    context: RunContext = RunContext(),
 ) -> RecipeComparison:
     """See `rewriter.api.measure`."""
     fewest, nodes = -(-workload.tp // load_fabric(cluster.fabric).node), workload.nodes
@@ -162,8 +163,8 @@ def measure(
             f"--nodes {nodes}: with --measure, {workload.tp} ranks fill their nodes one by one, {fewest} of "
             f"{cluster.fabric}. Leave out --nodes, or --measure"
         )
-    program = traced(model, trust_remote_code)
-    predicted = compare(program, recipes, workload, cluster, trust_remote_code=trust_remote_code)
+    program = traced(model, context.trust_remote_code)
+    predicted = compare(program, recipes, workload, cluster)
     from rewriter.predict import measurement  # starts what only real ranks need
 
     found = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster, wire)
@@ -171,12 +172,12 @@ def measure(
 
 
 def validate(
-    model: _Path, recipes: Sequence[str], job: Workload, where: Cluster, *, trust_remote_code: bool, launches: int
+    model: _Path, recipes: Sequence[str], job: Workload, where: Cluster, *, launches: int, context: RunContext
 ) -> Validation:
     """See `rewriter.api.validate`."""
     from rewriter.predict.validate import validate as compare_with_real
 
-    programs = _programs(traced(model, trust_remote_code), recipes, job)
+    programs = _programs(traced(model, context.trust_remote_code), recipes, job)
     return compare_with_real(programs, job, where, launches)
 
 

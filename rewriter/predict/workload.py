@@ -67,7 +67,7 @@ class Workload:
 class Cluster:
     """A fabric by name, file or value, changes to its delays, and whose library's collectives (None: its first)."""
 
-    fabric: Any
+    fabric: Any = "h100-nvlink"
     what_if: tuple[str, ...] = ()
     library: str | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from rewriter.common.errors import RewriterError
-from rewriter.convert.conversion import silent
+from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.ir import Program
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
@@ -64,22 +64,18 @@ class Asked:
             )
 
 
-Progress = Callable[..., None]
-
-
 def search(
     model: str | os.PathLike[str],
     asked: Asked,
     *,
     state: Path | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
+    context: RunContext = RunContext(),
 ) -> SearchResult:
     """See `rewriter.api.search`."""
     began = time.process_time()
-    progress("tracing, and predicting the standard model")
-    measured, gains = opened(model, asked, state, trust_remote_code, progress)
-    result = _Search(os.fspath(model), asked, gains, measured, progress).run()
+    context.progress("tracing, and predicting the standard model")
+    measured, gains = opened(model, asked, state, context)
+    result = _Search(os.fspath(model), asked, gains, measured, context.progress).run()
     return replace(result, seconds=time.process_time() - began)
 
 
@@ -87,12 +83,11 @@ def opened(
     model: str | os.PathLike[str],
     asked: Asked,
     state: Path | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
+    context: RunContext = RunContext(),
 ) -> tuple[Measurements, Gains]:
     """What measures mixes of a model on its text, and what predicts them. Raises RewriterError as a search does: what
     can be refused without work is refused first."""
-    program = traced(model, trust_remote_code)
+    program = traced(model, context.trust_remote_code)
     gains = Gains(program, asked.workload, asked.cluster)
     weights = StreamedWeights(program)
     gains.standard  # noqa: B018  what the fabric refuses
@@ -107,11 +102,11 @@ def opened(
         "windows": asked.windows,
         "seed": asked.seed,
     }
-    text = _text(program, asked, store := Store(state, job), progress)
+    text = _text(program, asked, store := Store(state, job), context.progress)
     return Measurements(computed, text, store), gains
 
 
-def _text(program: Program, asked: Asked, store: Store, progress: Progress) -> Text:
+def _text(program: Program, asked: Asked, store: Store, progress: ProgressCall) -> Text:
     if "text" not in store.values:
         text = text_for(program, asked.text, asked.windows, asked.seed, partial(progress, "the model writes a text"))
         tokens = {"calibration": text.calibration.tolist(), "held_out": text.held_out.tolist()}
@@ -126,7 +121,7 @@ class _Search:
     asked: Asked
     gains: Gains
     measured: Measurements
-    progress: Progress
+    progress: ProgressCall
     singles: list[Single] = field(default_factory=list)
     points: dict[Mix, Point] = field(default_factory=dict)
 

@@ -15,16 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import Event
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
 from rewriter.weights.finite import Watched, watched_pieces
 from rewriter.weights.hashed_files import processors, reflink, unnamed, write
 from rewriter.weights.space import available, existing
-
-# With these the output holds other weights than the source's, some are there already, or more room is needed.
-_OTHERS = ("dtype", "dequantize", "drop_unused", "dry_run", "resume", "materialize")
 
 
 class EarlyCopies:
@@ -110,10 +107,10 @@ class EarlyCopies:
 
 
 def begun_copies(
-    model: str | os.PathLike[str], *, out: str | os.PathLike[str] | None = None, link: bool = False, **options: Any
+    model: str | os.PathLike[str], out: str | os.PathLike[str] | None, link: bool
 ) -> AbstractContextManager[EarlyCopies | None]:
-    """Copies of a local model's weights for a conversion with these options, if that is likely to want them."""
-    if not Path(model).is_dir() or any(options.get(name) for name in _OTHERS):
+    """Copies of a local model's weights for a conversion to a new `out`; with `link` they are hashed only."""
+    if not Path(model).is_dir():
         return nullcontext()
     place = Path.cwd() / "out" if out is None else Path(out)
     if out is not None and os.path.lexists(place):

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 import zoo
+from grouped import saving
 from safetensors.torch import load_file
 from tiny_tokenizer import add_tokenizer
 from transformers import AutoModelForCausalLM
@@ -255,7 +256,7 @@ def test_messages_need_a_chat_template_that_takes_them(written: tuple[Path, Any]
 
 
 def quick(source: Path, out: Path, recipe: str = "ladder-upper-half", **options: Any) -> ConversionReport:
-    return api.convert(source, recipe, out=out, **{"verify": "none", **options})
+    return api.convert(source, recipe, out=out, **saving(**{"verify": "none", **options}))
 
 
 def test_a_dry_run_writes_nothing_and_names_what_would_be(source: Path, tmp_path: Path) -> None:
@@ -331,7 +332,7 @@ def test_overrides_reach_the_pass(source: Path, tmp_path: Path) -> None:
 
 def test_a_program_saves_what_the_command_writes(source: Path, tmp_path: Path) -> None:
     program = rw.rewrite(rw.trace(source), "ladder-upper-half", tp=2)
-    rw.save(program, str(tmp_path / "a"), verify="none")
+    rw.save(program, str(tmp_path / "a"), options=rw.SaveOptions(verify="none"))
     quick(source, tmp_path / "b", tp=2)
     ours, theirs = hashes(tmp_path / "a"), hashes(tmp_path / "b")
     assert ours == theirs
@@ -442,7 +443,7 @@ def test_a_failed_verification_exits_with_3_and_one_message(source: Path, tmp_pa
 @pytest.mark.parametrize(("family", "tp"), [("llama_tied", 2), ("gpt2", 4), ("mixtral", 2), ("gemma3_text", 1)])
 def test_full_verification_compares_the_real_weights(family: str, tp: int, tmp_path: Path) -> None:
     zoo.save(family, tmp_path / "m")
-    api.convert(tmp_path / "m", "ladder", out=tmp_path / "out", tp=tp, verify="full")
+    api.convert(tmp_path / "m", "ladder", out=tmp_path / "out", tp=tp, options=api.SaveOptions(verify="full"))
     verified = read_manifest(tmp_path / "out").verification
     names = {check.name for check in verified.checks if check.name.startswith("real weights: ")}
     ranks = f"{tp} rank{'s' * (tp > 1)}"

@@ -346,7 +346,7 @@ def test_a_place_in_which_nothing_can_be_made(
 def test_a_program_is_not_saved_within_its_model_either(model: Path) -> None:
     program = rw.rewrite(rw.trace(model), "ladder")
     with pytest.raises(RewriterError, match="lies within the model that is read"):
-        rw.save(program, model / "sub", verify="none")
+        rw.save(program, model / "sub", options=rw.SaveOptions(verify="none"))
 
 
 # Words that name nothing

@@ -45,7 +45,7 @@ def made(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     shutil.copytree(good, root / "m")
     add_tokenizer(root / "m")
-    api.convert(root / "m", "ladder", out=root / "out", tp=2, verify="none")
+    api.convert(root / "m", "ladder", out=root / "out", tp=2, options=api.SaveOptions(verify="none"))
     return root / "out"
 
 

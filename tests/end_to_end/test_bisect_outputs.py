@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def written(source: Path) -> Path:
     out = source.parent / "out"
-    api.convert(source, "ladder", out=out, tp=2, verify="none")
+    api.convert(source, "ladder", out=out, tp=2, options=api.SaveOptions(verify="none"))
     return out
 
 
@@ -143,7 +143,7 @@ def test_nothing_is_found_in_an_output_that_is_right(written: Path, capsys: pyte
 
 
 def test_rounding_that_was_asked_for_is_no_fault(source: Path, tmp_path: Path) -> None:
-    api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none", dtype="bf16")
+    api.convert(source, "ladder", out=tmp_path / "out", tp=2, options=api.SaveOptions(verify="none", dtype="bf16"))
     found = api.bisect(tmp_path / "out", source=source)
     assert found.fault is None
     assert [step.held for step in found.steps[-2:]] == [True, True]

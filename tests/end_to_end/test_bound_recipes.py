@@ -85,7 +85,7 @@ def test_golden_logits_are_the_references_on_the_real_weights(written: tuple[Pat
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", BOUND)
 def test_a_bound_recipe_converts_and_verifies(name: str, tp: int, source: Path, tmp_path: Path) -> None:
-    report = api.convert(source, name, out=tmp_path / "out", tp=tp, verify="full")
+    report = api.convert(source, name, out=tmp_path / "out", tp=tp, options=api.SaveOptions(verify="full"))
     assert report.verification["real weights: rewritten = its reference"] <= 1e-4
     assert report.verification["real weights: adapted checkpoint = rewritten"] <= 1e-4
     assert report.verification[f"real weights: sharded module on {tp} ranks = rewritten"] <= 1e-4
@@ -129,6 +129,6 @@ def test_a_measurement_that_says_otherwise_is_followed(
 ) -> None:
     """What is dropped is what the measurement says, whatever it says: no layer is hard-wired."""
     monkeypatch.setattr("rewriter.measure.sensitivity.sensitivity", lambda *_, **__: (0.1, 0.4, None, 0.2))
-    report = api.convert(source, "drop-sync", out=tmp_path / "out", tp=2, dry_run=True)
+    report = api.convert(source, "drop-sync", out=tmp_path / "out", tp=2, options=api.SaveOptions(dry_run=True))
     [entry] = [p for p in report.passes if p["name"] == drop_sync_module.DropSync.name]
     assert entry["summary"].endswith("in 1 of 4 layers: 0")

@@ -88,7 +88,7 @@ def test_weights_are_cast_as_transformers_casts_them(
 ) -> None:
     program, target = programs(kind), output_files.DTYPES[dtype]
     source = source_of(program)
-    rw.save(program, tmp_path / "out", dtype=dtype, verify="none")
+    rw.save(program, tmp_path / "out", options=rw.SaveOptions(dtype=dtype, verify="none"))
     AutoModelForCausalLM.from_pretrained(source, dtype=target).save_pretrained(tmp_path / "expected")
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
     assert found.keys() == expected.keys()
@@ -107,12 +107,12 @@ def test_ranks_of_cast_weights_equal_the_source_as_transformers_casts_it(
 ) -> None:
     """Biases of the routing are near each other: rounded, they choose other experts."""
     program, found = programs("deepseek_v3"), Verification()
-    rw.save(program, tmp_path / "right", dtype="bf16", verify="none")
+    rw.save(program, tmp_path / "right", options=rw.SaveOptions(dtype="bf16", verify="none"))
     compare_ranks(program, {"tp": 2}, tmp_path / "right", found, torch.bfloat16)
     RealWeights(program, output_files.plan(program, "bf16"), lambda *_: None).compare(found)
     assert len(found.checks) == 3
     monkeypatch.setattr(weights, "kept_in_fp32", lambda *_: False)
-    rw.save(program, tmp_path / "wrong", dtype="bf16", verify="none")
+    rw.save(program, tmp_path / "wrong", options=rw.SaveOptions(dtype="bf16", verify="none"))
     with pytest.raises(VerificationError, match="real weights: sharded module on 2 ranks = original model"):
         compare_ranks(program, {"tp": 2}, tmp_path / "wrong", Verification(), torch.bfloat16)
     with pytest.raises(VerificationError, match="rewritten, as written = original model, rounded by transformers"):

@@ -33,7 +33,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     add_tokenizer(root / "m")
     program = rw.rewrite(rw.trace(root / "m"), "ladder", tp=2)
     for name in (MATERIALIZED, REFERENCES):
-        rw.save(program, root / name, verify="none", materialize=name == MATERIALIZED)
+        rw.save(program, root / name, options=rw.SaveOptions(verify="none", materialize=name == MATERIALIZED))
     return {name: root / name for name in (MATERIALIZED, REFERENCES)}
 
 
@@ -89,7 +89,11 @@ def test_the_file_of_another_mesh_is_refused(outputs: dict[str, Path], tmp_path:
     """The same number of a rank, of twice as many: a file that a wrong copy puts there."""
     source = outputs[MATERIALIZED].parent / "again"
     zoo.save("llama", source)
-    rw.save(rw.rewrite(rw.trace(source), "ladder", tp=4), tmp_path / "four", verify="none", materialize=True)
+    rw.save(
+        rw.rewrite(rw.trace(source), "ladder", tp=4),
+        tmp_path / "four",
+        options=rw.SaveOptions(verify="none", materialize=True),
+    )
     for rank in range(2):
         shutil.copy(tmp_path / f"four/runtime/tp4/rank-{rank}.tensors", rank_file(outputs[MATERIALIZED], rank))
     for message in refusals(outputs[MATERIALIZED]):
@@ -168,7 +172,7 @@ def test_nothing_is_trained_on_weights_that_changed(outputs: dict[str, Path], tm
     (out / "README.md").write_text("My own card.")
     flip(out / "model.safetensors")
     with pytest.raises(VerificationError, match=r"model\.safetensors: changed since it was written"):
-        api.adapt(out, out=tmp_path / "adapted", tokens=64)
+        api.adapt(out, out=tmp_path / "adapted", options=api.AdaptOptions(tokens=64))
     assert not list(tmp_path.glob("*adapted*"))
 
 

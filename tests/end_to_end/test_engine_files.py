@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its ladder with everything that an output may hold: golden logits, and files of weights for each rank."""
     path = tmp_path_factory.mktemp("out") / "ladder"
-    api.convert(source, "ladder-upper-half", out=path, tp=2, materialize=True)
+    api.convert(source, "ladder-upper-half", out=path, tp=2, options=api.SaveOptions(materialize=True))
     return path
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fake_api import installed
+from fake_api import flat, installed
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
@@ -33,7 +33,7 @@ class Api(ModuleType):
             for piece in (" upon", " a ", ""):
                 on_text(index, piece, None)
             on_text(index, "time", Generation(" upon a time", [5, 7, 9], 0.25, 0.125, 60.5))
-        self.calls.append(("generate", args, kwargs))
+        self.calls.append(("generate", *flat(args, kwargs)))
 
 
 @pytest.fixture

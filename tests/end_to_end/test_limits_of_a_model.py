@@ -15,6 +15,7 @@ import rewriter as rw
 from rewriter.adapt.self_written import self_written
 from rewriter.api import convert
 from rewriter.common.errors import RewriterError
+from rewriter.convert.save_options import SaveOptions
 from rewriter.ir.absolute_positions import position_table
 from rewriter.measure.drift import calibration_tokens
 from rewriter.runtime.generation.generate import generate
@@ -45,7 +46,7 @@ def written(config: PreTrainedConfig, tp: int) -> None:
     """The model `m` of a config beside a tokenizer of bytes, and its rewritten form `out`."""
     AutoModelForCausalLM.from_config(config).save_pretrained("m")
     build_tokenizer(64).save_pretrained("m")
-    convert("m", "ladder", out="out", tp=tp, verify="none")
+    convert("m", "ladder", out="out", tp=tp, options=SaveOptions(verify="none"))
 
 
 def test_tokens_beyond_the_vocabulary(place: Path, capsys: Capture) -> None:

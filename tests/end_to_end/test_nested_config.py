@@ -63,7 +63,7 @@ def test_a_text_ends_where_its_text_model_says(tmp_path: Path, monkeypatch: pyte
     expected = AutoModelForCausalLM.from_pretrained("m").generate(ids, max_new_tokens=8, do_sample=False)
     expected = expected[0, ids.shape[1] :].tolist()
     assert expected == free[: free.index(end) + 1]
-    api.convert("m", "tensor-parallel", out="out", verify="none")
+    api.convert("m", "tensor-parallel", out="out", options=api.SaveOptions(verify="none"))
     [found] = api.generate("out", ["def"], max_new_tokens=8)
     assert found.tokens == expected
     # configs leave out what their class has, the size of a vocabulary among it
@@ -123,5 +123,5 @@ def test_weights_that_the_text_model_says_are_quantized(tmp_path: Path) -> None:
     quantize(tmp_path / "m", pack, said, "bfloat16")
     change(tmp_path / "m/config.json", quantization_config=None, text_config__quantization_config=said)
     plain_model(tmp_path / "m")
-    api.convert(tmp_path / "m", "tensor-parallel", out=tmp_path / "out", dequantize=True)
+    api.convert(tmp_path / "m", "tensor-parallel", out=tmp_path / "out", options=api.SaveOptions(dequantize=True))
     assert "quantization_config" not in (tmp_path / "out/config.json").read_text()

@@ -17,6 +17,7 @@ from rewriter.api import convert
 from rewriter.check.comparison import Verification
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.numbers import json_text
+from rewriter.convert.save_options import SaveOptions
 from rewriter.measure.drift import DriftSums
 from rewriter.weights import Checkpoint, finite
 from rewriter.weights.early_copies import EarlyCopies
@@ -126,7 +127,12 @@ def test_codes_and_scales_of_quantized_weights(tmp_path: Path, kind: str, part: 
     save_file(tensors, file, {"format": "pt"})
     for dequantize, said in ((False, rf"{name}\[.*\] is NaN"), (True, r"\[.*\] is (NaN|-?infinity), and")):
         with pytest.raises(RewriterError, match=said):
-            convert(tmp_path / "m", "ladder", out=tmp_path / "out", verify="none", dequantize=dequantize)
+            convert(
+                tmp_path / "m",
+                "ladder",
+                out=tmp_path / "out",
+                options=SaveOptions(verify="none", dequantize=dequantize),
+            )
         assert not (tmp_path / "out").exists()
 
 

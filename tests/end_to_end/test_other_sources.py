@@ -14,7 +14,7 @@ import zoo
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from rewriter import api
+from rewriter import AdaptOptions, api
 from rewriter.common import packages
 from rewriter.common.errors import RewriterError
 from rewriter.measure.drift import calibration_tokens
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model `m`, and `out`, which was made of it."""
     place = tmp_path_factory.mktemp("adapters")
     zoo.save("llama_tied", place / "m")
-    api.convert(place / "m", "ladder", out=place / "out", verify="none")
+    api.convert(place / "m", "ladder", out=place / "out", options=api.SaveOptions(verify="none"))
     return place
 
 
@@ -48,8 +48,8 @@ def put_adapter(place: Path) -> Path:
 COMMANDS: dict[str, Callable[[Path, Path], Any]] = {
     "convert": lambda m, new: api.convert(m, "ladder", out=new),
     "inspect": lambda m, new: api.inspect(m),
-    "predict": lambda m, new: api.predict(m, tp=2),
-    "search": lambda m, new: api.search(m, tp=2),
+    "predict": lambda m, new: api.predict(m, workload=api.Workload(tp=2)),
+    "search": lambda m, new: api.search(m, api.Workload(tp=2)),
     "bisect": lambda m, new: api.bisect(m, recipe="ladder"),
     "diff": lambda m, new: api.diff(m, recipe="ladder"),
     "serve": lambda m, new: serve_command(m, engine="transformers"),
@@ -58,7 +58,7 @@ OF_OUTPUTS: dict[str, Callable[[Path, Path], Any]] = {
     "generate": lambda out, new: api.generate(out, ["a"]),
     "load": lambda out, new: api.load(out),
     "runtime.load": lambda out, new: load(out),
-    "adapt": lambda out, new: api.adapt(out, out=new, tokens=100),
+    "adapt": lambda out, new: api.adapt(out, out=new, options=api.AdaptOptions(tokens=100)),
     "verify": lambda out, new: api.verify(out),
     "reshard": lambda out, new: api.reshard(out, 2),
     "diff of an output": lambda out, new: api.diff(out),
@@ -93,7 +93,7 @@ def test_an_adapter_beside_an_output_is_refused(way: str, made: Path, tmp_path: 
 def test_adapters_in_folders_inside_are_no_part_of_a_model(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "m", tmp_path / "m")
     put_adapter(tmp_path / "m" / "adapter")
-    api.convert(tmp_path / "m", "ladder", out=tmp_path / "out", verify="none")
+    api.convert(tmp_path / "m", "ladder", out=tmp_path / "out", options=api.SaveOptions(verify="none"))
     assert not (tmp_path / "out" / "adapter").exists()
     config = shutil.copy(put_adapter(tmp_path / "only") / "adapter_config.json", tmp_path / "adapter_config.json")
     assert Path(config).is_file()
@@ -156,7 +156,7 @@ def test_without_trust_nothing_runs_and_nothing_is_written(coded: tuple[Path, Pa
     model, ran = coded
     for verify in ("none", "shrunken"):
         with pytest.raises(RewriterError, match=r"own_tokenization\.OwnTokenizer.*--trust-remote-code"):
-            api.convert(model, "ladder", out=tmp_path / "out", verify=verify)
+            api.convert(model, "ladder", out=tmp_path / "out", options=api.SaveOptions(verify=verify))
     api.inspect(model)  # needs no tokenizer
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
     assert not ran.exists()
@@ -168,7 +168,9 @@ def test_the_code_and_its_vocabulary_are_copied_and_used_with_trust(
     monkeypatch.setitem(packages.EXTRAS, "serve", ())
     model, ran = coded
     out = tmp_path / "out"
-    api.convert(model, "ladder", out=out, trust_remote_code=True, verify="none")
+    api.convert(
+        model, "ladder", out=out, options=api.SaveOptions(verify="none"), context=api.RunContext(trust_remote_code=True)
+    )
     assert calibration_tokens(trace(model, trust_remote_code=True))[1] == "the packaged calibration text"
     ran.unlink()
     assert not (out / "unrelated.py").exists()
@@ -176,14 +178,14 @@ def test_the_code_and_its_vocabulary_are_copied_and_used_with_trust(
     assert set(FILES) <= set(json.loads((out / "rewrite.json").read_text())["files"])
     for refused in (
         lambda: api.generate(out, ["ab"], max_new_tokens=2),
-        lambda: api.adapt(out, out=tmp_path / "new", tokens=100),
+        lambda: api.adapt(out, out=tmp_path / "new", options=api.AdaptOptions(tokens=100)),
         lambda: serve_command(out, engine="transformers"),
     ):
         with pytest.raises(RewriterError, match="--trust-remote-code"):
             refused()
     assert api.load(out) is not None  # its own code, and none of the tokenizer's
     assert not ran.exists()
-    (generation,) = api.generate(out, ["ab"], max_new_tokens=5, trust_remote_code=True)
+    (generation,) = api.generate(out, ["ab"], max_new_tokens=5, context=api.RunContext(trust_remote_code=True))
     assert generation.text
     assert "--trust-remote-code" in serve_command(out, engine="transformers", trust_remote_code=True).arguments
     tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
@@ -195,10 +197,20 @@ def test_the_code_and_its_vocabulary_are_copied_and_used_with_trust(
 def test_what_was_adapted_has_the_code_too(coded: tuple[Path, Path], tmp_path: Path) -> None:
     model, _ = coded
     out, data = tmp_path / "out", tmp_path / "data.jsonl"
-    api.convert(model, "ladder", out=out, trust_remote_code=True, verify="none")
+    api.convert(
+        model, "ladder", out=out, options=api.SaveOptions(verify="none"), context=api.RunContext(trust_remote_code=True)
+    )
     data.write_text(json.dumps({"text": "the letters of a text " * 8}))
-    more = {"length": 32, "method": "sft", "set": {"max_steps": 1, "use_cpu": True}}
-    api.adapt(out, out=tmp_path / "new", data=data, eval=data, verify="none", trust_remote_code=True, **more)
+    chosen = AdaptOptions(length=32, method="sft", settings={"max_steps": 1, "use_cpu": True})
+    api.adapt(
+        out,
+        out=tmp_path / "new",
+        data=data,
+        eval=data,
+        verify="none",
+        context=api.RunContext(trust_remote_code=True),
+        options=chosen,
+    )
     assert all((tmp_path / "new" / name).is_file() for name in FILES)
     assert AutoTokenizer.from_pretrained(tmp_path / "new", trust_remote_code=True)("cab").input_ids == [2, 0, 1]
 
@@ -207,7 +219,7 @@ def test_code_that_fails_says_so(coded: tuple[Path, Path], tmp_path: Path) -> No
     model, _ = coded
     (model / "letters_of.py").write_text("import no_such_package_at_all\n")
     with pytest.raises(RewriterError, match=r"own code \(own_tokenization\.OwnTokenizer\) fails: .*no_such_package"):
-        api.convert(model, "ladder", out=tmp_path / "out", trust_remote_code=True)
+        api.convert(model, "ladder", out=tmp_path / "out", context=api.RunContext(trust_remote_code=True))
 
 
 def test_code_is_not_needed_where_transformers_has_the_class(coded: tuple[Path, Path], tmp_path: Path) -> None:
@@ -217,6 +229,6 @@ def test_code_is_not_needed_where_transformers_has_the_class(coded: tuple[Path, 
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(model / "tokenizer.json"))
     said = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(said | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-    api.convert(model, "ladder", out=tmp_path / "out", verify="none")
+    api.convert(model, "ladder", out=tmp_path / "out", options=api.SaveOptions(verify="none"))
     assert not ran.exists()
     assert (tmp_path / "out" / "own_tokenization.py").is_file()  # for those who load it with trust

@@ -71,6 +71,6 @@ def test_a_type_that_transformers_has_not_needs_permission(
 def test_an_attention_that_is_not_installed_here(model: Path) -> None:
     """As files name it that were trained with FlashAttention: transformers alone cannot load them without it."""
     change(model, _attn_implementation="flash_attention_2", attn_implementation="flash_attention_2")
-    api.convert(model, "ladder", out="out", verify="full")
+    api.convert(model, "ladder", out="out", options=api.SaveOptions(verify="full"))
     rw.load("out")
     load_model(model, torch.device("cpu"))

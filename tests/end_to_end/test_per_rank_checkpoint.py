@@ -269,7 +269,9 @@ def converted(ranks: int = 2) -> Path:
     """The output directory of desync-2x with norms of each rank's own."""
     path = emitted.source("llama").parent / f"converted-{ranks}"
     options = {"desync.untie_norms": True, "permute.ranks": {}}  # the order on disk
-    api.convert(emitted.source("llama"), "desync-2x", out=path, tp=ranks, verify="none", set=options)
+    api.convert(
+        emitted.source("llama"), "desync-2x", out=path, tp=ranks, set=options, options=api.SaveOptions(verify="none")
+    )
     return path
 
 
@@ -310,7 +312,14 @@ def test_norms_of_each_rank_s_own_survive_a_round_trip(tmp_path: Path) -> None:
 def test_norms_of_each_rank_s_own_in_a_checkpoint_of_many_files(tmp_path: Path) -> None:
     zoo.shared("llama").save_pretrained(tmp_path / "source", max_shard_size="150KB")
     options = {"desync.untie_norms": True, "permute.ranks": {}}  # the order on disk
-    api.convert(tmp_path / "source", "desync-2x", out=tmp_path / "out", tp=2, verify="none", set=options)
+    api.convert(
+        tmp_path / "source",
+        "desync-2x",
+        out=tmp_path / "out",
+        tp=2,
+        set=options,
+        options=api.SaveOptions(verify="none"),
+    )
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     before = json.loads((tmp_path / "source" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == before["weight_map"]
@@ -340,7 +349,13 @@ def test_the_sharded_module_refuses_another_number_of_ranks(monkeypatch: pytest.
 def test_rewriting_it_again_is_refused() -> None:
     for trust in (True, False):
         with pytest.raises(RewriterError, match="is bound to tp=2: it was rewritten for 2 ranks"):
-            api.convert(converted(), "desync-2x", tp=4, dry_run=True, trust_remote_code=trust)
+            api.convert(
+                converted(),
+                "desync-2x",
+                tp=4,
+                options=api.SaveOptions(dry_run=True),
+                context=api.RunContext(trust_remote_code=trust),
+            )
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from rewriter.check.shrunken_check import check_shrunken
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert.conversion import save
 from rewriter.convert.pass_measurements import calibrate
+from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.measure.affinity import affinity, measurable, reordered
@@ -70,7 +71,7 @@ def test_the_function_is_the_same_and_every_shard_another(family: str, tmp_path:
     wanted = logits(family, ids)
     for ranks in (2, 4):
         assert relative_error(simulate(sharded(family, ranks), ids), wanted) <= 1e-5
-    save(sharded(family, 2), tmp_path / "out", verify="none")
+    save(sharded(family, 2), tmp_path / "out", options=SaveOptions(verify="none"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     with torch.no_grad():
         assert relative_error(model(input_ids=ids, use_cache=False).logits, wanted) <= 1e-5
@@ -241,7 +242,7 @@ def test_it_comes_before_the_split() -> None:
 def test_weights_in_the_order_already_are_not_moved_again(tmp_path: Path) -> None:
     ranks = {"model.layers.1.self_attn": "10", "model.layers.1.mlp": "10" * 56}
     once = Permute(ranks).apply(traced("llama"))
-    save(once, tmp_path / "out", verify="none")
+    save(once, tmp_path / "out", options=SaveOptions(verify="none"))
     again = Permute(ranks, applied=True).apply(at(traced("llama"), tmp_path / "out"))
     assert all(torch.equal(t, load_weights(again)[n]) for n, t in load_weights(once).items())
     assert again.history[-1].options["applied"]

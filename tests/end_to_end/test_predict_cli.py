@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fake_api import installed
+from fake_api import flat, installed
+from grouped import predicting
 from predictions import comparison
 
 from rewriter.cli import main
@@ -43,15 +44,15 @@ class Api(ModuleType):
         self.answer: Callable[[Sequence[str]], RecipeComparison] = comparison
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(("predict", args, kwargs))
+        self.calls.append(("predict", *flat(args, kwargs)))
         return self.answer(args[1])
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(("measure", args, kwargs))
+        self.calls.append(("measure", *flat(args, kwargs)))
         return comparison(args[1])
 
     def validate(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(("validate", args, kwargs))
+        self.calls.append(("validate", *flat(args, kwargs)))
         return self.validation
 
 
@@ -288,8 +289,8 @@ def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
     from rewriter import api
 
     recipes = ["tensor-parallel", "desync-2x"]
-    job = dict(fabric="ethernet-10g", tp=2, prompt=16, generate=4)
-    found = api.measure("examples/tiny-llama", recipes, what_if=["all_reduce=20ms"], **job)
+    job = dict(fabric="ethernet-10g", what_if=("all_reduce=20ms",), tp=2, prompt=16, generate=4)
+    found = api.measure("examples/tiny-llama", recipes, **predicting(**job))
     standard, desync = found.predictions
     reductions = [p.decode.collectives for p in found.predictions]
     assert reductions[0] > 1.5 * reductions[1]
@@ -301,7 +302,7 @@ def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
     # a bare config gets random weights
     config = tmp_path / "config.json"
     config.write_bytes(Path("examples/tiny-llama/config.json").read_bytes())
-    (bare,) = api.measure(config, recipes[:1], what_if=["all_reduce=20ms"], **job).predictions
+    (bare,) = api.measure(config, recipes[:1], **predicting(**job)).predictions
     assert bare.decode.exposed_seconds > (reductions[0] - 2) * 0.02 * 0.9
 
 

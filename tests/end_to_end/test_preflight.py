@@ -36,7 +36,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, **numbers: int) -> None:
 
 
 def converted(source: Path, tmp_path: Path, **options: Any) -> set[str]:
-    api.convert(source, "ladder", **{"out": tmp_path / "out", "tp": 2, "verify": "none", **options})
+    api.convert(source, "ladder", out=tmp_path / "out", tp=2, options=api.SaveOptions(**{"verify": "none", **options}))
     return {path.name for path in tmp_path.iterdir()}
 
 

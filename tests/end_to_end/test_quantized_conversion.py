@@ -13,6 +13,7 @@ from rewriter.check.comparison import Verification
 from rewriter.check.saved_output import verify
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert.conversion import convert
+from rewriter.convert.save_options import SaveOptions
 from rewriter.explain.inspection import inspect
 from rewriter.output.manifest import GOLDEN, read_manifest
 from rewriter.recipes import Recipe
@@ -52,7 +53,7 @@ def test_a_conversion_measures_the_ranks_and_leaves_the_checkpoint_exact(tmp_pat
     source, out = tmp_path / "source", tmp_path / "out"
     zoo.save("llama", source)
     options = {"quantize_collectives.min_bytes": 0}  # so that the 16 golden tokens are quantized too
-    convert(source, "tensor-parallel-int8", out=out, tp=2, verify="full", set=options)
+    convert(source, "tensor-parallel-int8", out=out, tp=2, set=options, options=SaveOptions(verify="full"))
     manifest = read_manifest(out)
     quantized_checks = [c for c in manifest.verification.checks if "quantized" in c.name]
     assert [c.name.partition(":")[0] for c in quantized_checks if "real" in c.name] == ["real weights"]

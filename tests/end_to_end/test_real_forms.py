@@ -26,6 +26,7 @@ from rewriter.check.real_ranks import compare_ranks
 from rewriter.check.saved_output import verify
 from rewriter.convert.conversion import convert
 from rewriter.convert.reshard import reshard
+from rewriter.convert.save_options import SaveOptions
 from rewriter.runtime.context import Context
 from rewriter.runtime.loading.load import load
 from rewriter.tracing import trace
@@ -91,7 +92,7 @@ def test_ranks_compute_what_was_packed(tmp_path: Path, kind: str, dtype: str, na
     source, out, found = tmp_path / "source", tmp_path / "out", Verification()
     meant = quantized_checkpoints.make(kind, source, dtype, named=named)
     program = rw.rewrite(trace(source), "tensor-parallel", tp=2)
-    rw.save(program, out, verify="none")
+    rw.save(program, out, options=rw.SaveOptions(verify="none"))
     compare_ranks(program, {"tp": 2}, out, found)
     assert [check.name for check in found.checks] == ["real weights: sharded module on 2 ranks = original model"]
     check_ranks(source, meant, out, getattr(torch, dtype))
@@ -105,7 +106,7 @@ def test_some_weights_are_not_quantized_and_biases_have_another_dtype(tmp_path: 
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))  # beside scales and rest in fp16
     program = rw.rewrite(trace(source), "tensor-parallel", tp=2)
-    rw.save(program, out, verify="none")
+    rw.save(program, out, options=rw.SaveOptions(verify="none"))
     check_ranks(source, meant, out, torch.bfloat16)
 
 
@@ -118,7 +119,7 @@ def test_some_weights_are_not_quantized_and_biases_have_another_dtype(tmp_path: 
 )
 def test_what_transformers_reads_otherwise_is_not_loaded_by_it(tmp_path: Path, kind: str, why: str) -> None:
     quantized_checkpoints.make(kind, tmp_path / "source", "bfloat16")
-    rw.save(rw.rewrite(trace(tmp_path / "source"), "ladder"), tmp_path / "out", verify="none")
+    rw.save(rw.rewrite(trace(tmp_path / "source"), "ladder"), tmp_path / "out", options=rw.SaveOptions(verify="none"))
     with pytest.raises(RewriterError, match=why):
         rw.load(tmp_path / "out")
 
@@ -130,7 +131,9 @@ def test_a_published_form_is_converted_verified_and_generates(tmp_path: Path, ki
     source, out, dtype = tmp_path / "source", tmp_path / "out", getattr(torch, FORMS[kind])
     meant = quantized_checkpoints.make(kind, source, FORMS[kind])
     add_tokenizer(source)
-    report = convert(source, "tensor-parallel", out=out, tp=2, verify="full", dequantize=dequantize)
+    report = convert(
+        source, "tensor-parallel", out=out, tp=2, options=SaveOptions(verify="full", dequantize=dequantize)
+    )
     checks = {name: value for name, value in report.verification.items() if str(name).startswith("real weights")}
     assert len(checks) == 3 + dequantize, checks
     assert {name for name in verify(out) if "golden" in name} >= {"adapted checkpoint = golden logits"}

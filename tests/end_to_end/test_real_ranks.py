@@ -31,7 +31,7 @@ MESH = {"tp": 2}
 
 
 def written(program: Program, out: Path) -> Path:
-    rw.save(program, out, verify="none")
+    rw.save(program, out, options=rw.SaveOptions(verify="none"))
     return out
 
 

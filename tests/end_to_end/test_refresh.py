@@ -238,7 +238,7 @@ def test_a_missing_file_is_named_where_it_was(name: str, out: Path) -> None:
 def test_ranks_with_files_of_their_own_keep_them(tmp_path: Path) -> None:
     out, source = copied("mixtral-ladder", tmp_path), emitted.source("llama")
     shutil.rmtree(out)
-    api.convert(source, "ladder", out=out, tp=2, materialize=True, verify="none")
+    api.convert(source, "ladder", out=out, tp=2, options=api.SaveOptions(materialize=True, verify="none"))
     kept = weights(out)
     api.refresh(out, verify="none")
     assert weights(out) == kept

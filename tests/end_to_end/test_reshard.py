@@ -45,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(source: Path) -> dict[str, Path]:
     """Outputs for two ranks, and for two and four."""
     for name, tp in (("one", 2), ("both", [2, 4])):
-        report = api.convert(source, "ladder", out=source.parent / name, tp=tp, verify="none")
+        report = api.convert(source, "ladder", out=source.parent / name, tp=tp, options=api.SaveOptions(verify="none"))
     assert {"runtime/tp2/module.py", "runtime/tp4/weights.json"} <= {*report.files}
     return {name: source.parent / name for name in ("one", "both")}
 
@@ -115,7 +115,7 @@ def test_bound_recipes_are_for_one_number_of_ranks(source: Path, tmp_path: Path)
     with pytest.raises(RewriterError, match=r"--tp 2,4: desync-2x is bound to its ranks\. Convert once for each"):
         api.convert(source, "desync-2x", out=tmp_path / "out", tp=[2, 4])
     assert not (tmp_path / "out").exists()
-    api.convert(source, "desync-2x", out=tmp_path / "out", tp=2, verify="none")
+    api.convert(source, "desync-2x", out=tmp_path / "out", tp=2, options=api.SaveOptions(verify="none"))
     with pytest.raises(RewriterError, match="is bound to tp=2"):
         api.reshard(tmp_path / "out", 4)
 
@@ -129,9 +129,9 @@ def test_an_impossible_degree_is_refused_before_anything_is_written(source: Path
 def test_a_resumed_run_adds_what_is_missing_and_deletes_nothing(
     source: Path, both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"out": both, "tp": [2, 4], "verify": "none"}
+    quick, resumed = api.SaveOptions(verify="none"), api.SaveOptions(verify="none", resume=True)
     before = files(both)
-    api.convert(source, "ladder", **options, resume=True)
+    api.convert(source, "ladder", out=both, tp=[2, 4], options=resumed)
     assert files(both) == before
 
     def fail(*_: Any, **__: Any) -> None:
@@ -139,10 +139,10 @@ def test_a_resumed_run_adds_what_is_missing_and_deletes_nothing(
 
     monkeypatch.setattr("rewriter.convert.conversion.reshard", fail)
     with pytest.raises(RewriterError, match="no room"):
-        api.convert(source, "ladder", **{**options, "tp": [2, 1]}, resume=True)
+        api.convert(source, "ladder", out=both, tp=[2, 1], options=resumed)
     assert files(both) == before
     with pytest.raises(RewriterError, match="no room"):
-        api.convert(source, "ladder", **{**options, "out": tmp_path / "new"})
+        api.convert(source, "ladder", out=tmp_path / "new", tp=[2, 4], options=quick)
     assert not (tmp_path / "new").exists()
 
 
@@ -157,7 +157,7 @@ def test_what_a_killed_run_left_is_replaced(source: Path, both: Path, kept: int)
         path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
         (both / "runtime" / "tp4" / "module.py").write_text("half")
     (both / replaced_files.SCRATCH / "view").mkdir(parents=True)
-    api.convert(source, "ladder", out=both, tp=[2, 4], verify="none", resume=True)
+    api.convert(source, "ladder", out=both, tp=[2, 4], options=api.SaveOptions(verify="none", resume=True))
     assert files(both) == complete
     assert not (both / replaced_files.SCRATCH).exists()
 

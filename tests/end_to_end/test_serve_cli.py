@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def converted(source: Path, place: Path, recipe: str, tp: int) -> Path:
-    api.convert(source, recipe, out=place / recipe, tp=tp, verify="none")
+    api.convert(source, recipe, out=place / recipe, tp=tp, options=api.SaveOptions(verify="none"))
     return place / recipe
 
 

@@ -38,7 +38,7 @@ def test_it_is_the_sources(tmp_path: Path, said: str) -> None:
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     del config["rope_parameters"]
     (source / "config.json").write_text(json.dumps(config | PARTS[said]))
-    api.convert(source, "ladder-upper-half", tp=2, out=tmp_path / "out", verify="none")
+    api.convert(source, "ladder-upper-half", tp=2, out=tmp_path / "out", options=api.SaveOptions(verify="none"))
     wanted = load_tokenizer(str(source))
     assert wanted is not None
     assert tokenizer_of(tmp_path / "out", False)(TEXT).input_ids == wanted(TEXT).input_ids

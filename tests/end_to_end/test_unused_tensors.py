@@ -14,7 +14,7 @@ import zoo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rewriter import api
+from rewriter import AdaptOptions, api
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.tracing import trace
@@ -69,7 +69,7 @@ def test_what_transformers_ignores_is_kept_and_listed(source: Path, verify: str)
     for name in ("pytorch_model.bin", "c.safetensors", "consolidated.safetensors", "original/params.json"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("not read")
-    report = api.convert(source, "tensor-parallel", out="out", tp=2, verify=verify)
+    report = api.convert(source, "tensor-parallel", out="out", tp=2, options=api.SaveOptions(verify=verify))
     assert any(MTP in note and "--drop-unused" in note for note in report.notes)
     assert json.loads(Path("out/rewrite.json").read_text())["unused"] == UNUSED
     stored = load_file("out/a.safetensors") | load_file("out/b.safetensors")
@@ -87,14 +87,14 @@ def test_training_and_ranks_leave_what_is_not_used_alone(tmp_path: Path) -> None
     source = adapted.write_source(tmp_path / "m")
     tensors = load_file(source / "model.safetensors")
     save_file(with_more(tensors), source / "model.safetensors", {"format": "pt"})
-    api.convert(source, "ladder", out=tmp_path / "out", verify="none")
+    api.convert(source, "ladder", out=tmp_path / "out", options=api.SaveOptions(verify="none"))
     (generated,) = api.generate(tmp_path / "out", ["def"], max_new_tokens=3)
     assert len(generated.tokens) == 3
     assert api.verify(tmp_path / "out")
-    more: dict[str, Any] = {"length": 32, "method": "sft", "set": {"max_steps": 1, "use_cpu": True}}
-    more["set"]["learning_rate"] = 0.1
+    settings = {"max_steps": 1, "use_cpu": True, "learning_rate": 0.1}
+    chosen = AdaptOptions(length=32, method="sft", settings=settings)
     data = adapted.text_file()
-    api.adapt(tmp_path / "out", out=tmp_path / "new", data=data, eval=data, verify="full", **more)
+    api.adapt(tmp_path / "out", out=tmp_path / "new", data=data, eval=data, verify="full", options=chosen)
     trained = load_file(tmp_path / "new/model.safetensors")
     assert all(torch.equal(trained[name], tensor) for name, tensor in with_more({}).items())
     assert not torch.equal(trained["model.norm.weight"], tensors["model.norm.weight"])
@@ -104,13 +104,13 @@ def test_training_and_ranks_leave_what_is_not_used_alone(tmp_path: Path) -> None
 def test_without_what_is_not_used(source: Path) -> None:
     shard(source)
     expected = logits(source)
-    api.convert(source, "tensor-parallel", out="out", drop_unused=True, verify="none")
+    api.convert(source, "tensor-parallel", out="out", options=api.SaveOptions(drop_unused=True, verify="none"))
     stored = load_file("out/a.safetensors") | load_file("out/b.safetensors")
     assert not set(stored) & set(UNUSED)
     assert json.loads(Path("out/rewrite.json").read_text())["unused"] == []
     torch.testing.assert_close(logits(Path("out")), expected)
     with pytest.raises(RewriterError, match=r"--drop-unused: the model uses every tensor in .*Leave it out"):
-        api.convert("out", "tensor-parallel", out="again", drop_unused=True, verify="none")
+        api.convert("out", "tensor-parallel", out="again", options=api.SaveOptions(drop_unused=True, verify="none"))
 
 
 def test_layers_beyond_those_of_the_config_are_not_used(source: Path) -> None:
@@ -162,11 +162,11 @@ def test_the_prefix_of_the_base_model_may_lack_or_be_double(source: Path) -> Non
     bare = {n.removeprefix("model."): t for n, t in tensors.items()}
     save_file(bare, source / "model.safetensors", {"format": "pt"})
     expected = logits(source)
-    api.convert(source, "tensor-parallel", out="out", verify="none")
+    api.convert(source, "tensor-parallel", out="out", options=api.SaveOptions(verify="none"))
     torch.testing.assert_close(logits(Path("out")), expected)
     save_file({f"model.{n}": t for n, t in tensors.items()}, source / "model.safetensors", {"format": "pt"})
     torch.testing.assert_close(logits(source), expected)
-    api.convert(source, "tensor-parallel", out="double", verify="none")
+    api.convert(source, "tensor-parallel", out="double", options=api.SaveOptions(verify="none"))
     torch.testing.assert_close(logits(Path("double")), expected)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.log import read_metrics
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 
 STEPS, ROWS = 4, 8
 SETTINGS = {"max_steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 1, "use_cpu": True}
@@ -51,7 +51,7 @@ def train_one(
     settings["save_steps"] = save_steps
     adapt(
         files[name], data=files["text"], evaluation=files["evaluation"], out=out, verify="none", resume=resume,
-        options=Options(length=adapted.LENGTH, settings=settings, **(PLAIN | options)),
+        options=AdaptOptions(length=adapted.LENGTH, settings=settings, **(PLAIN | options)),
     )  # fmt: skip
 
 

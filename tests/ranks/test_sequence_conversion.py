@@ -39,7 +39,7 @@ EQUAL = 1e-5  # of logits, relative to the largest; fp32
 def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tiny-llama for a 2 × 2 grid of ranks."""
     out = tmp_path_factory.mktemp("grid") / "out"
-    api.convert(TINY_LLAMA, "attention2d", out=out, sp=4, set=GRID, verify="none")
+    api.convert(TINY_LLAMA, "attention2d", out=out, sp=4, set=GRID, options=api.SaveOptions(verify="none"))
     return out
 
 
@@ -47,7 +47,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tiny-llama for a ring of two ranks."""
     out = tmp_path_factory.mktemp("ring") / "out"
-    api.convert(TINY_LLAMA, "ring-attention", out=out, sp=2, verify="none")
+    api.convert(TINY_LLAMA, "ring-attention", out=out, sp=2, options=api.SaveOptions(verify="none"))
     return out
 
 
@@ -136,7 +136,9 @@ def on_ranks(group: Any, directory: str, batches: list[torch.Tensor]) -> list[di
 
 def test_the_ranks_of_a_grid_compute_what_the_source_does(grid: Path, original: PreTrainedModel) -> None:
     batches = [batch(length) for length in LENGTHS]
-    report = api.convert(TINY_LLAMA, "attention2d", sp=4, set=GRID, dry_run=True, out="nowhere")
+    report = api.convert(
+        TINY_LLAMA, "attention2d", sp=4, set=GRID, out="nowhere", options=api.SaveOptions(dry_run=True)
+    )
     told = report.communication["attention forward"]["bytes per token of a rank"]
     ranks = run_ranks(on_ranks, 4, str(grid), batches)
     for case, ids in enumerate(batches):

@@ -103,7 +103,7 @@ def test_a_conversion_keeps_them_on_both_sides(tmp_path: Path) -> None:
     """In the adapted checkpoint and in the ranks' files; as buffers, in float32 where the source keeps them so."""
     save("glm4_moe", tmp_path / "source")
     out = tmp_path / "out"
-    api.convert(tmp_path / "source", "ladder", out=out, tp=2, verify="none")
+    api.convert(tmp_path / "source", "ladder", out=out, tp=2, options=api.SaveOptions(verify="none"))
     adapted = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, attn_implementation="eager").eval()
     adapted.set_experts_implementation("eager")
     ids = zoo.batch()

@@ -69,8 +69,11 @@ def casts_of(program: Program) -> dict[str, str]:
 def test_ranks_compute_in_one_dtype(case: str, materialize: bool, tmp_path: Path) -> None:
     dtype, declared, computed = MIXED[case]
     path = source(tmp_path / "source", dtype, declared)
-    rw.save(rw.rewrite(rw.trace(path), "tensor-parallel", tp=2), out := tmp_path / "out", verify="none",
-            materialize=materialize)  # fmt: skip
+    rw.save(
+        rw.rewrite(rw.trace(path), "tensor-parallel", tp=2),
+        out := tmp_path / "out",
+        options=rw.SaveOptions(verify="none", materialize=materialize),
+    )
     right, adapted = expected(path), expected(out)
     assert right.dtype == adapted.dtype == computed
     for found in run_ranks(rank_logits, 2, str(out)):
@@ -101,7 +104,7 @@ def test_what_transformers_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
 def test_parts_of_one_parameter_may_be_stored_in_several_dtypes(tmp_path: Path, materialize: bool) -> None:
     path = source(tmp_path / "source", lambda name: FP32 if "q_proj" in name else BF16, "bfloat16")
     program = rw.rewrite(rw.trace(path), "tensor-parallel", tp=2)
-    rw.save(program, tmp_path / "out", verify="none", materialize=materialize)
+    rw.save(program, tmp_path / "out", options=rw.SaveOptions(verify="none", materialize=materialize))
     right = expected(path)
     for found in run_ranks(rank_logits, 2, str(tmp_path / "out")):
         assert found.dtype == BF16
@@ -117,7 +120,9 @@ def test_a_router_that_its_class_makes_in_fp32_stays_so(tmp_path: Path, all_in_1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=BF16)
     model = model.to(BF16) if all_in_16_bits else model
     model.save_pretrained(path := tmp_path / "source")
-    rw.save(rw.rewrite(rw.trace(path), "tensor-parallel", tp=2), tmp_path / "out", verify="none")
+    rw.save(
+        rw.rewrite(rw.trace(path), "tensor-parallel", tp=2), tmp_path / "out", options=rw.SaveOptions(verify="none")
+    )
     right = expected(path).float()
     for found in run_ranks(rank_logits, 2, str(tmp_path / "out")):
         assert found.dtype == BF16

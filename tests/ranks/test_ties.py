@@ -47,7 +47,7 @@ def rank_logits(group: Any, directory: str) -> torch.Tensor:
 
 
 def saved(program: Program, out: Path) -> Path:
-    rw.save(program, out, verify="none")
+    rw.save(program, out, options=rw.SaveOptions(verify="none"))
     return out
 
 

@@ -12,7 +12,9 @@ import pytest
 from repository import ROOT
 from subprocesses import load_module
 
+from rewriter.adapt.options import AdaptOptions
 from rewriter.api import adapt, convert
+from rewriter.convert.save_options import SaveOptions
 
 TINY = ROOT / "examples" / "tiny-llama"
 
@@ -85,7 +87,13 @@ def test_the_chart_has_a_line_for_each_run(page: ModuleType) -> None:
 def test_the_shipped_model_heals_by_as_much_as_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A regression: 65,536 tokens without a setting close 60 % of the gap in loss."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    convert(TINY, "ladder-upper-half", out=tmp_path / "rewritten", verify="none")
-    report = adapt(tmp_path / "rewritten", out=tmp_path / "healed", tokens=65_536, eval="self:16384", verify="none")
+    convert(TINY, "ladder-upper-half", out=tmp_path / "rewritten", options=SaveOptions(verify="none"))
+    report = adapt(
+        tmp_path / "rewritten",
+        out=tmp_path / "healed",
+        eval="self:16384",
+        verify="none",
+        options=AdaptOptions(tokens=65_536),
+    )
     original, before, after = (report.losses[name] for name in ("original", "before", "after"))
     assert (before - after) / (before - original) > 0.6

@@ -153,7 +153,10 @@ def test_two_steps_on_two_ranks_are_those_on_one(written: Path, tmp_path: Path) 
 
 def test_the_prediction_counts_what_ranks_send() -> None:
     """Six layers of two sums, one of the embeddings, and one gather of logits; half of the weights are a rank's."""
-    found = {p.recipe: p.decode for p in api.predict(MODEL, tp=2, fabric="pcie-gen4").predictions}
+    found = {
+        p.recipe: p.decode
+        for p in api.predict(MODEL, workload=api.Workload(tp=2), cluster=api.Cluster(fabric="pcie-gen4")).predictions
+    }
     sizes = [span.nbytes for span in found["tensor-parallel"].spans if span.lane == "communication"]
     assert sizes == [192 * 2] * 13 + [264 * 2]
     attention, mlp = (8 + 2 * 4 + 8) * 24 * 192, 3 * 512 * 192

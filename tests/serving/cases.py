@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.api import convert
+from rewriter.convert.save_options import SaveOptions
 
 TOKENS = 64
 LORA_RANK = 8
@@ -102,7 +103,7 @@ def rewritten(case: Case, root: Path) -> Path:
         if recipe == "mix":
             recipe = root / "mix.yaml"
             recipe.write_text(yaml.safe_dump(MIX))
-        convert(source, recipe, out=out, tp=case.tp, verify="none")
+        convert(source, recipe, out=out, tp=case.tp, options=SaveOptions(verify="none"))
     return out
 
 

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.api import convert
+from rewriter.convert.save_options import SaveOptions
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
@@ -38,7 +39,7 @@ def directory(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, source / name)
     (source / "chat_template.jinja").write_text(TEMPLATE)
-    convert(source, "ladder", out=root / "ladder", tp=2, verify="none")
+    convert(source, "ladder", out=root / "ladder", tp=2, options=SaveOptions(verify="none"))
     return root / "ladder"
 
 

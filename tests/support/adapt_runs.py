@@ -8,7 +8,7 @@ from typing import Any
 import adapted
 
 from rewriter.adapt.adaptation import AdaptReport, adapt
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 
 SETTINGS = {
     "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1, "gradient_accumulation_steps": 2,
@@ -26,7 +26,7 @@ def run(out: Path, resume: bool = False, files: tuple[Path, Path, Path] | None =
     directory, data, evaluation = files or own_files()
     return adapt(
         directory, data=data, evaluation=evaluation, out=out, verify="none", resume=resume,
-        options=Options(length=adapted.LENGTH, settings=settings, **(PLAIN | options)),
+        options=AdaptOptions(length=adapted.LENGTH, settings=settings, **(PLAIN | options)),
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from rewriter.api import convert
 sys.path.insert(0, str(ROOT / "examples"))
 from tiny_corpus import BOS, EOS, PAD, VOCABULARY, build_tokenizer
 
+from rewriter.convert.save_options import SaveOptions
+
 LENGTH = 48
 _TEXT = "def return if else for in import class self not None True False x y z = ( ) : +"
 _WORDS = tuple(_TEXT.split())
@@ -66,7 +68,7 @@ def _directory(recipe: str, tp: int, family: str, hidden: int) -> Path:
     if not source.exists():
         write_source(source, family, hidden=hidden)
     path = root() / f"{name}-{recipe}-tp{tp}"
-    convert(source, recipe, out=path, tp=tp, verify="none")
+    convert(source, recipe, out=path, tp=tp, options=SaveOptions(verify="none"))
     return path
 
 

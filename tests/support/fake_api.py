@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -16,3 +17,16 @@ def installed(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rewriter, "api", fake, raising=False)
     monkeypatch.delenv("REWRITER_DEBUG", raising=False)
     return fake
+
+
+def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call with the fields of `SaveOptions`, `Workload` and their like by name; it tells of progress."""
+    named = {} if (context := kwargs.get("context")) is None else {"trust_remote_code": context.trust_remote_code}
+    if context is not None:
+        context.progress("weights", 1, 2)
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if name != "context" and is_dataclass(value):
+            named |= {field.name: getattr(value, field.name) for field in fields(value)}
+        elif isinstance(name, str) and name != "context":
+            named[name] = value
+    return tuple(x for x in args if not is_dataclass(x)), named

@@ -221,7 +221,7 @@ def _outputs(types: Types, source: Source, recipe: str, out: Path, ids: torch.Te
     simulated with the program's own weights, and the checkpoint alone is emitted."""
     program = rw.rewrite(rw.trace(source.path), recipe, tp=RANKS)
     try:
-        rw.save(program, out, verify="none")
+        rw.save(program, out, options=rw.SaveOptions(verify="none"))
     except RewriterError as error:
         if "The sharded runtime module cannot hold" not in str(error) and "the source's own module" not in str(error):
             raise

@@ -6,6 +6,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from grouped import saving
+
 from rewriter.convert.conversion import convert
 from rewriter.ir import Program
 from rewriter.passes.tensor_parallel import TensorParallel
@@ -23,5 +25,5 @@ def sharded(source: Path) -> Program:
 
 
 def write(source: Path, out: Path, recipe: str = "tensor-parallel", **options: Any) -> Path:
-    convert(source, recipe, out=out, **{"tp": 2, "verify": "none"} | options)
+    convert(source, recipe, out=out, **saving(**{"tp": 2, "verify": "none"} | options))
     return out

@@ -28,6 +28,7 @@ from rewriter.api import convert
 from rewriter.cli.generate import read_prompts
 from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import open_output, source_config
+from rewriter.convert.save_options import SaveOptions
 from rewriter.fabric import load_fabric
 from rewriter.fabric.schema import LIBRARY as FABRICS
 from rewriter.recipes import catalogue
@@ -195,7 +196,7 @@ READERS = (
 def prepare(place: Path) -> None:
     """A model, its output, and a split checkpoint, into which damaged files are put."""
     zoo.save("llama", place / "m")
-    convert(place / "m", "tensor-parallel", out=place / "out", tp=2, verify="none")
+    convert(place / "m", "tensor-parallel", out=place / "out", tp=2, options=SaveOptions(verify="none"))
     (place / "manifest.json").write_bytes((place / "out/rewrite.json").read_bytes())
     (place / "references.json").write_bytes((place / "out/runtime/tp2/weights.json").read_bytes())
     for name in ("weights", "split", "config"):

@@ -21,6 +21,7 @@ from tiny_tokenizer import add_tokenizer
 from rewriter.cli import main
 from rewriter.cli.app import commands, conversion
 from rewriter.convert.conversion import convert
+from rewriter.convert.save_options import SaveOptions
 from soak.cases import Kind, Outcome, generator
 from soak.inputs import wrong_words
 
@@ -82,7 +83,7 @@ def prepare(place: Path) -> None:
     """A model, an output of it, and what stands where files belong."""
     zoo.save("llama", place / "m")
     add_tokenizer(place / "m")
-    convert(place / "m", "ladder", out=place / "out", tp=2, verify="none")
+    convert(place / "m", "ladder", out=place / "out", tp=2, options=SaveOptions(verify="none"))
     (place / "folder").mkdir()
     (place / "loop").symlink_to("loop")
     (place / "empty").touch()

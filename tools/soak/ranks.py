@@ -25,6 +25,7 @@ from repository import ROOT
 
 from rewriter.api import convert
 from rewriter.common.processes import environment
+from rewriter.convert.save_options import SaveOptions
 from soak.cases import Kind, Outcome, generator
 from soak.jobs import adapt_words, fault_of_words, write_texts
 
@@ -46,7 +47,7 @@ SLICE = 0.05  # a slowed rank stands still every other slice
 
 def prepare(place: Path) -> None:
     adapted.write_source(place / "m")
-    convert(place / "m", "ladder", out=place / "out", tp=2, verify="none")
+    convert(place / "m", "ladder", out=place / "out", tp=2, options=SaveOptions(verify="none"))
     write_texts(place)
 
 

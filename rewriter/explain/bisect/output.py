@@ -15,6 +15,7 @@ from rewriter.check.saved_output import check_weights
 from rewriter.check.shrunken_check import MOST_RANKS
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
+from rewriter.common.run_context import RunContext
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
 from rewriter.emit.files.output_directory import sha256_of
@@ -39,8 +40,7 @@ def bisect_output(
     *,
     source: str | os.PathLike[str] | None = None,
     weights: Weights = "real",
-    trust_remote_code: bool = False,
-    progress: Callable[..., None] = lambda *_: None,
+    context: RunContext = RunContext(),
 ) -> Bisection:
     """The first place at which an output parts from what its recipe makes of its source.
 
@@ -50,7 +50,7 @@ def bisect_output(
     model that was rewritten, found by its name otherwise; without it weights are compared with nothing. Raises
     RewriterError for bad input, VerificationError for weights that are not finite: with them nothing parts.
     """
-    root = Path(directory)
+    root, progress = Path(directory), context.progress
     manifest = read_manifest(root)
     found = Bisection(f"{name_of(root)}, {manifest.recipe.get('name', 'passes')} on {mesh_name(manifest.mesh)}")
     progress("hashing")
@@ -63,7 +63,7 @@ def bisect_output(
     compared = original is not None and manifest.adaptation is None
     with scratch_folder("bisect") as scratch:
         progress("tracing")
-        opened = reopen(root, manifest, original, scratch, trust_remote_code)
+        opened = reopen(root, manifest, original, scratch, context.trust_remote_code)
         _files(opened, changed, compared, found)
         if found.fault is None:
             check_weights(root, manifest)

@@ -18,6 +18,7 @@ from rewriter.check.reference_modes import reference_of
 from rewriter.check.shrunken_check import apply_passes, on_ranks, telling_copy, test_lengths
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
+from rewriter.common.run_context import RunContext
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.explain.bisect.finding import Bisection, Fault, Step
@@ -69,8 +70,7 @@ def bisect_recipe(
     sp: int = 1,
     weights: Weights = "shrunken",
     set: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    progress: Callable[..., None] = lambda *_: None,
+    context: RunContext = RunContext(),
 ) -> Bisection:
     """The first pass of `recipe`, and in it the layer and statement, after which `model` computes something wrong.
 
@@ -80,8 +80,9 @@ def bisect_recipe(
     loaded = load_recipe(recipe, set)
     check_bound(loaded, loaded.build(), tp, sp)
     mesh = {"tp": tp, **({"sp": sp} if sp > 1 else {})}
+    progress = context.progress
     progress("tracing")
-    traced = trace(model, trust_remote_code=trust_remote_code)
+    traced = trace(model, trust_remote_code=context.trust_remote_code)
     passes = calibrate(loaded, traced, tp, None, progress).build()
     found = Bisection(f"{name_of(model)}, {loaded.name} on {on_ranks(mesh)}")
     with scratch_folder("bisect") as scratch:

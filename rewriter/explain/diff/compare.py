@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,6 +17,7 @@ from rich.console import RenderableType
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
+from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
@@ -40,7 +41,6 @@ from rewriter.recipes.apply import apply_recipe, load_recipe
 from rewriter.tracing import trace
 from rewriter.weights import Checkpoint
 
-ProgressCall = Callable[..., None]
 _CONTEXT = 3  # lines around a change of code
 
 
@@ -83,8 +83,7 @@ def diff(
     sp: int = 1,
     set: Mapping[str, Any] | None = None,
     tensors: bool = True,
-    trust_remote_code: bool = False,
-    progress: ProgressCall = lambda *_: None,
+    context: RunContext = RunContext(),
 ) -> DiffReport:
     """What differs between `first` and `second`: passes, layers, generated code, tensors.
 
@@ -96,18 +95,18 @@ def diff(
     """
     with ExitStack() as inside:
         scratch = inside.enter_context(scratch_folder("diff"))
-        progress("tracing")
+        context.progress("tracing")
         notes: list[str] = []
         if recipe is not None:
             if second is not None:
                 raise RewriterError("--recipe makes the second side of one model: leave out B, or --recipe")
-            before, after = _by_recipe(first, recipe, tp, sp, set, trust_remote_code, progress)
+            before, after = _by_recipe(first, recipe, tp, sp, set, context)
         elif second is None:
-            before, after = _with_source(Path(first), source, scratch, trust_remote_code, notes)
+            before, after = _with_source(Path(first), source, scratch, context.trust_remote_code, notes)
         else:
-            before, after = _two(Path(first), Path(second), scratch, trust_remote_code)
-        progress("comparing")
-        return _compare(before, after, tensors and recipe is None, notes, progress)
+            before, after = _two(Path(first), Path(second), scratch, context.trust_remote_code)
+        context.progress("comparing")
+        return _compare(before, after, tensors and recipe is None, notes, context.progress)
 
 
 def _by_recipe(
@@ -116,11 +115,10 @@ def _by_recipe(
     tp: int,
     sp: int,
     options: Mapping[str, Any] | None,
-    trust_remote_code: bool,
-    progress: ProgressCall,
+    context: RunContext,
 ) -> tuple[Side, Side]:
-    traced = trace(model, trust_remote_code=trust_remote_code)
-    loaded = calibrate(load_recipe(recipe, options), traced, tp, None, progress)
+    traced = trace(model, trust_remote_code=context.trust_remote_code)
+    loaded = calibrate(load_recipe(recipe, options), traced, tp, None, context.progress)
     program, _ = apply_recipe(traced, loaded, tp, sp=sp)
     name = name_of(model)
     modeling = emit_huggingface(single_device(program)).modeling or ""

@@ -28,7 +28,7 @@ from rewriter.adapt.log import read_metrics
 from rewriter.adapt.loop import AdaptTrainer, Order, on_device
 from rewriter.adapt.models import HuggingFaceModel, TokenStates
 from rewriter.adapt.objective import evaluate
-from rewriter.adapt.options import Options, parse_settings
+from rewriter.adapt.options import AdaptOptions, parse_settings
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import schedule
 from rewriter.adapt.token_rows import load_rows
@@ -267,30 +267,30 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
     ]
     for options, message in cases:
         with pytest.raises(RewriterError, match=message):
-            Options(**options)
+            AdaptOptions(**options)
     with pytest.raises(RewriterError, match=r"--tp × --sp = 2 ranks share .* but 1 runs\. Start it with torchrun"):
-        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(sp=2))
+        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=AdaptOptions(sp=2))
     with pytest.raises(RewriterError, match=r"--ep 2 ranks share the experts of a layer, but 1 runs"):
-        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(ep=2))
+        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=AdaptOptions(ep=2))
     with pytest.raises(RewriterError, match="bound to tp=2, and its file computes all ranks"):
-        adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=Options(ep=2))
+        adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=AdaptOptions(ep=2))
     with pytest.raises(RewriterError, match="bound to tp=2, so it cannot be trained with --tp 4"):
-        adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=Options(tp=4))
+        adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=AdaptOptions(tp=4))
     with pytest.raises(RewriterError, match="48 positions"):
-        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(length=64))
+        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=AdaptOptions(length=64))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "x"}\nnot json\n')
     with pytest.raises(RewriterError, match=r"bad\.jsonl:2: .*JSON"):
-        adapt(adapted.directory("ladder"), data=bad, out=out, options=Options())
+        adapt(adapted.directory("ladder"), data=bad, out=out, options=AdaptOptions())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
 
 
 def test_what_was_trained_can_be_trained_again_but_not_be_its_own_teacher(plain: Path, tmp_path: Path) -> None:
     again = dict(data=adapted.text_file(), evaluation=adapted.text_file(20, 1), out=tmp_path / "out", verify="none")
     with pytest.raises(RewriterError, match=r"no longer the original's\. Give the original model as --teacher"):
-        adapt(plain, options=Options(method="distill"), **again)  # type: ignore[arg-type]
+        adapt(plain, options=AdaptOptions(method="distill"), **again)  # type: ignore[arg-type]
     settings = {**SETTINGS, "max_steps": 1, "eval_steps": 1}
-    options = Options(method="distill", length=adapted.LENGTH, too_long="truncate", settings=settings)
+    options = AdaptOptions(method="distill", length=adapted.LENGTH, too_long="truncate", settings=settings)
     report = adapt(plain, teacher=adapted.root() / "llama", options=options, **again)  # type: ignore[arg-type]
     first = read_manifest(plain).adaptation
     assert first is not None

@@ -21,7 +21,7 @@ from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.data_set import OwnText
 from rewriter.adapt.log import read_metrics
 from rewriter.adapt.models import HuggingFaceModel
-from rewriter.adapt.options import Options
+from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import HIGHEST_RATE, WIDTH, Budget, plan
 from rewriter.adapt.self_written import chat_turns
@@ -30,6 +30,7 @@ from rewriter.adapt.teacher import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.common.text_settings import stream_width
 from rewriter.convert.rewritten_source import open_output
+from rewriter.convert.save_options import SaveOptions
 from rewriter.measure.drift import load_tokenizer
 from rewriter.output.manifest import read_manifest
 
@@ -70,10 +71,10 @@ def test_rates_fall_and_steps_grow_with_the_tokens() -> None:
 
 def test_a_backward_pass_on_a_cpu_takes_no_more_tokens_than_it_has_to() -> None:
     for given, micro in (({}, 2), ({"per_device_train_batch_size": 4}, 4), ({"per_device_train_batch_size": 1}, 1)):
-        options = Options(method="distill", tokens=10**6, settings=given)
+        options = AdaptOptions(method="distill", tokens=10**6, settings=given)
         _, sizes = plan(None, options, rows=300, length=512, width=576, replicas=1, device=CPU)
         assert (sizes.micro_batch, sizes.batch, sizes.micro_batch * sizes.accumulation) == (micro, 4, 4)
-    options = Options(method="distill", tokens=10**6)
+    options = AdaptOptions(method="distill", tokens=10**6)
     for length, device, micro in ((2048, CPU, 1), (256, torch.device("cuda"), 8)):
         _, sizes = plan(None, options, rows=300, length=length, width=576, replicas=1, device=device)
         assert sizes.micro_batch == micro
@@ -119,16 +120,16 @@ def test_the_width_is_that_of_the_stream(config: dict[str, Any], width: int) -> 
 
 
 def test_what_is_rewritten_is_trained_where_it_can_be_apart() -> None:
-    assert Options().resolved(True).train == "rewritten"
+    assert AdaptOptions().resolved(True).train == "rewritten"
     for options in ({"lora": 4}, {"tp": 2}, {"zero": "3"}, {"ep": 2}, {"train": "all"}):
-        assert Options(**options).resolved(True).train == "all"  # type: ignore[arg-type]
+        assert AdaptOptions(**options).resolved(True).train == "all"  # type: ignore[arg-type]
     for options in ({}, {"from_scratch": True}, {"method": "sft"}):
-        assert Options(**options).resolved(False).train == "all"  # type: ignore[arg-type]
+        assert AdaptOptions(**options).resolved(False).train == "all"  # type: ignore[arg-type]
 
 
 def test_without_settings_a_run_distils_what_the_original_wrote(tmp_path: Path, own_cache: Path) -> None:
     directory = adapted.directory("ladder-upper-half")
-    report = adapt(directory, out=tmp_path / "out", verify="none", options=Options(tokens=6144, settings=ON_CPU))
+    report = adapt(directory, out=tmp_path / "out", verify="none", options=AdaptOptions(tokens=6144, settings=ON_CPU))
     done = read_manifest(tmp_path / "out").adaptation
     assert done is not None
     assert (done.method, done.options) == ("distill", {"tokens": 6144, "train": "rewritten"})
@@ -148,7 +149,7 @@ ON_CPU = {"use_cpu": True}
 
 def test_settings_that_are_given_stay_and_steps_follow_from_the_tokens(tmp_path: Path) -> None:
     given = {**ON_CPU, "learning_rate": 1e-2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
-    options = Options(tokens=960, length=48, settings=given)
+    options = AdaptOptions(tokens=960, length=48, settings=given)
     adapt(adapted.directory("ladder"), data=adapted.text_file(), out=tmp_path / "out", verify="none", options=options)
     done = read_manifest(tmp_path / "out").adaptation
     assert done is not None
@@ -159,19 +160,19 @@ def test_what_was_trained_learns_from_the_data_where_no_original_is_given(tmp_pa
     settings = {**ON_CPU, "max_steps": 1}
     run(tmp_path / "first", settings=settings)
     where: dict[str, Any] = {"out": tmp_path / "second", "verify": "none"}
-    adapt(tmp_path / "first", data=adapted.text_file(), **where, options=Options(length=48, settings=settings))
+    adapt(tmp_path / "first", data=adapted.text_file(), **where, options=AdaptOptions(length=48, settings=settings))
     done = read_manifest(tmp_path / "second").adaptation
     assert done is not None
     assert done.method == "sft"
     for data in (None, "self:100"):
         with pytest.raises(RewriterError, match=r"the original is not known.*--teacher"):
-            adapt(tmp_path / "first", data=data, out=tmp_path / "third", options=Options())
+            adapt(tmp_path / "first", data=data, out=tmp_path / "third", options=AdaptOptions())
 
 
 def test_a_text_that_is_too_long_is_split_and_a_conversation_cut(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text("".join(json.dumps({"text": "word " * 40}) + "\n" for _ in range(3)))
-    options = Options(length=48, settings={**ON_CPU, "max_steps": 1})
+    options = AdaptOptions(length=48, settings={**ON_CPU, "max_steps": 1})
     adapt(adapted.directory("ladder"), data=long, out=tmp_path / "out", verify="none", options=options)
     done = read_manifest(tmp_path / "out").adaptation
     assert done is not None
@@ -215,9 +216,9 @@ def test_text_is_that_of_the_source_whatever_order_its_channels_are_in(
 ) -> None:
     monkeypatch.setattr(self_written, "ROW", 48)  # tokens
     tiny = TINY_LLAMA
-    convert(tiny, "desync-2x-sum", out=tmp_path / "out", tp=2, verify="none")
+    convert(tiny, "desync-2x-sum", out=tmp_path / "out", tp=2, options=SaveOptions(verify="none"))
     opened = open_output(tmp_path / "out")
-    text = OwnText(opened, Options(), None, True, RunRanks(), CPU, silent).file_of("self:1000")
+    text = OwnText(opened, AdaptOptions(), None, True, RunRanks(), CPU, silent).file_of("self:1000")
     before, after = (load_file(place / "model.safetensors") for place in (tiny, tmp_path / "out"))
     assert any(not torch.equal(before[name], after[name]) for name in before), "channels are permuted"
     assert text == str(write(tiny, 1000, CPU, silent))
@@ -273,7 +274,7 @@ def test_a_wrong_number_of_tokens_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RewriterError, match=f"{wrong}: expected self:N"):
             adapt(adapted.directory("ladder"), data=wrong, out=tmp_path / "out")
     with pytest.raises(RewriterError, match="--tokens 0: expected 1 or more"):
-        Options(tokens=0)
+        AdaptOptions(tokens=0)
 
 
 # Layers that are computed once
@@ -382,4 +383,4 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
 def test_parts_that_do_not_train_apart_are_refused() -> None:
     for options in ({"lora": 4}, {"tp": 2}, {"zero": "3"}, {"from_scratch": True}, {"ep": 2}):
         with pytest.raises(RewriterError, match="--train rewritten with"):
-            Options(train="rewritten", **options)  # type: ignore[arg-type]
+            AdaptOptions(train="rewritten", **options)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def written(source: Path) -> Path:
     out = source.parent / "out"
-    api.convert(source, "ladder", out=out, tp=2, verify="none", set={"ladder.layers": [2, 3]})
+    api.convert(source, "ladder", out=out, tp=2, set={"ladder.layers": [2, 3]}, options=api.SaveOptions(verify="none"))
     return out
 
 
@@ -81,7 +81,7 @@ def test_the_source_is_found_where_it_was_or_nearby(
     monkeypatch.chdir(here)
     shutil.copytree(source, "../models/a/small")
     out = Path("../outputs/today/out")
-    api.convert("../models/a/small", "ladder", out=out, tp=2, verify="none")
+    api.convert("../models/a/small", "ladder", out=out, tp=2, options=api.SaveOptions(verify="none"))
     manifest = read_manifest(out)
     assert manifest.source.path == "../../../models/a/small"
     assert main(["diff", str(out)]) == 0
@@ -126,7 +126,7 @@ def test_two_outputs_of_one_recipe_are_the_same(written: Path, tmp_path: Path) -
 
 
 def test_two_recipes(source: Path, written: Path, tmp_path: Path) -> None:
-    api.convert(source, "ladder", out=tmp_path / "all", tp=2, verify="none")
+    api.convert(source, "ladder", out=tmp_path / "all", tp=2, options=api.SaveOptions(verify="none"))
     found = api.diff(written, tmp_path / "all", tensors=False)
     ladder = next(p for p in found.passes if p.name == "ladder")
     assert "[2, 3]" in ladder.options
@@ -249,7 +249,7 @@ def test_the_drawing_has_what_the_blocks_have(source: Path, recipe: str) -> None
 def test_notebook_objects_show_the_drawing(source: Path, tmp_path: Path) -> None:
     program = api.rewrite(trace(source), "ladder", tp=2)
     assert program_drawing(program) in program._repr_html_()
-    report = api.save(program, tmp_path / "out", verify="none")
+    report = api.save(program, tmp_path / "out", options=api.SaveOptions(verify="none"))
     assert isinstance(report, ConversionReport)
     assert program_drawing(program) in report._repr_html_()
     assert "program" not in json.loads(report.to_json())

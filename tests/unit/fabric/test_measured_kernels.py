@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grouped import predicting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -55,7 +56,7 @@ def model() -> Program:
 
 def predicted(model: Program, *what_if: str, recipe: str = "tensor-parallel", **options: Any) -> Prediction:
     given: dict[str, Any] = dict(tp=8, prompt=512, generate=64, library="nccl") | options
-    return api.predict(model, [recipe], what_if=what_if, **given).predictions[0]
+    return api.predict(model, [recipe], **predicting(what_if=tuple(what_if), **given)).predictions[0]
 
 
 # --- tables ---
@@ -149,9 +150,11 @@ def test_what_was_not_measured_is_on_the_roofline_and_says_so() -> None:
         hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=8,
         vocab_size=512, dtype="float32",
     )  # fmt: skip
-    single = api.predict(config, ["tensor-parallel"], tp=2).predictions[0]
+    single = api.predict(config, ["tensor-parallel"], api.Workload(tp=2)).predictions[0]
     assert 0 < single.decode.measured_seconds < single.decode.compute_seconds
-    (none,) = api.predict(config, ["tensor-parallel"], tp=2, what_if=["kernels=roofline"]).predictions
+    (none,) = api.predict(
+        config, ["tensor-parallel"], api.Workload(tp=2), api.Cluster(what_if=("kernels=roofline",))
+    ).predictions
     assert none.decode.measured_seconds == 0
     assert any("by roofline" in note for note in none.notes)
 
@@ -300,7 +303,9 @@ def test_predictions_carry_intervals_wider_where_collectives_are_formulas(model:
 
 
 def test_what_is_off_for_both_is_not_off_for_their_quotient(model: Program) -> None:
-    standard, ladder = api.predict(model, ["tensor-parallel", "ladder"], tp=8, prompt=512, generate=64).predictions
+    standard, ladder = api.predict(
+        model, ["tensor-parallel", "ladder"], api.Workload(tp=8, prompt=512, generate=64)
+    ).predictions
     assert standard.speedup_interval == (1.0, 1.0)
     assert ladder.speedup_interval is not None
     assert ladder.seconds_per_token_interval is not None
@@ -327,11 +332,11 @@ def _rates() -> Any:
 
 
 def test_baselines_stand_beside_what_was_asked_for(model: Program, tmp_path: Path) -> None:
-    found = api.predict(model, ["ladder"], tp=8, prompt=512, generate=64, batch=8, baselines=True)
+    found = api.predict(model, ["ladder"], api.Workload(tp=8, prompt=512, generate=64, batch=8), baselines=True)
     assert [p.recipe for p in found.predictions] == ["ladder"]
     assert [p.recipe for p in found.baselines] == ["tensor-parallel", "parallel", "upper-bound", "replicas of 1"]
     replicas = found.baselines[-1]
-    (alone,) = api.predict(model, ["tensor-parallel"], tp=1, prompt=512, generate=64, batch=1).predictions
+    (alone,) = api.predict(model, ["tensor-parallel"], api.Workload(tp=1, prompt=512, generate=64, batch=1)).predictions
     assert replicas.tokens_per_second == pytest.approx(8 * alone.tokens_per_second)
     assert replicas.decode.seconds == pytest.approx(alone.decode.seconds)
-    assert not api.predict(model, ["ladder"], tp=8, prompt=512, generate=64).baselines
+    assert not api.predict(model, ["ladder"], api.Workload(tp=8, prompt=512, generate=64)).baselines

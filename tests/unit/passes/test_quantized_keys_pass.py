@@ -167,7 +167,7 @@ passes:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized")
     (folder / "ring.yaml").write_text(RECIPE)
-    api.convert(TINY_LLAMA, str(folder / "ring.yaml"), out=folder / "out", sp=2, verify="none")
+    api.convert(TINY_LLAMA, str(folder / "ring.yaml"), out=folder / "out", sp=2, options=api.SaveOptions(verify="none"))
     return folder / "out"
 
 
@@ -185,7 +185,7 @@ def test_the_output_says_that_keys_are_quantized(written: Path) -> None:
 def test_real_ranks_compute_what_is_simulated(written: Path) -> None:
     """A conversion's own checks: what is written, loaded and run on ranks, against the simulation."""
     out = written.with_name("verified")
-    api.convert(TINY_LLAMA, str(written.with_name("ring.yaml")), out=out, sp=2, verify="full")
+    api.convert(TINY_LLAMA, str(written.with_name("ring.yaml")), out=out, sp=2, options=api.SaveOptions(verify="full"))
     checks = json.loads((out / "rewrite.json").read_text())["verification"]["checks"]
     found = [c for c in checks if c["name"].endswith("sharded module on 2 ranks, quantized = simulated")]
     assert len(found) == 2, "a small copy and the real weights"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grouped import predicting
 from predict_cases import by_name, small_config
 from transformers import AutoConfig
 
@@ -173,7 +174,12 @@ def test_a_compiler_fuses_glue_but_not_across_a_product() -> None:
 @pytest.mark.parametrize("graphed", [True, False])
 @pytest.mark.parametrize("fabric", ["h100-nvlink", "h100-no-p2p"])
 def test_time_is_conserved(small: Program, fabric: str, graphed: bool) -> None:
-    found = api.predict(small, RECIPES, fabric=fabric, tp=8, batch=4, prompt=256, generate=64, graphed=graphed)
+    found = api.predict(
+        small,
+        RECIPES,
+        api.Workload(tp=8, batch=4, prompt=256, generate=64, graphed=graphed),
+        api.Cluster(fabric=fabric),
+    )
     for prediction in found.predictions:
         for phase in (prediction.prefill, prediction.decode):
             total = phase.compute_seconds + phase.exposed_seconds + phase.host_seconds
@@ -196,7 +202,9 @@ def test_time_is_conserved(small: Program, fabric: str, graphed: bool) -> None:
 
 def test_slower_links_never_help(small: Program) -> None:
     def seconds_of(*what_if: str) -> list[float]:
-        found = api.predict(small, RECIPES, tp=8, prompt=512, generate=16, what_if=what_if)
+        found = api.predict(
+            small, RECIPES, api.Workload(tp=8, prompt=512, generate=16), api.Cluster(what_if=tuple(what_if))
+        )
         return [x for p in found.predictions for x in (p.prefill.seconds, p.decode.seconds)]
 
     usual = seconds_of()
@@ -209,19 +217,21 @@ def test_slower_links_never_help(small: Program) -> None:
 @pytest.mark.parametrize("graphed", [True, False])
 def test_ladder_is_never_slower_and_gains_nothing_where_communication_is_free(small: Program, graphed: bool) -> None:
     options: dict[str, Any] = dict(tp=8, prompt=512, generate=64, graphed=graphed, library="nccl")
-    standard, ladder = api.predict(small, ["tensor-parallel", "ladder"], **options).predictions
+    standard, ladder = api.predict(small, ["tensor-parallel", "ladder"], **predicting(**options)).predictions
     # where the host is what is waited for, kernels beside sums take longer for nothing
     assert ladder.prefill.seconds <= standard.prefill.seconds * (1 + 1e-4)
     assert ladder.decode.seconds <= standard.decode.seconds * (1 + 1e-4)
-    nothing = ["all_reduce=x0", "crossing=x0", "contention=x0", "jitter=x0"]
-    free = api.predict(small, ["tensor-parallel", "ladder"], what_if=nothing, **options).predictions
+    nothing = ("all_reduce=x0", "crossing=x0", "contention=x0", "jitter=x0")
+    free = api.predict(small, ["tensor-parallel", "ladder"], **predicting(what_if=nothing, **options)).predictions
     assert free[1].decode.seconds == pytest.approx(free[0].decode.seconds, rel=0.02)
     assert free[1].prefill.seconds == pytest.approx(free[0].prefill.seconds, rel=0.02)
 
 
 def test_what_if_delays_every_collective(small: Program) -> None:
     usual, slow = (
-        api.predict(small, ["tensor-parallel"], tp=8, what_if=change).predictions[0].decode
+        api.predict(small, ["tensor-parallel"], api.Workload(tp=8), api.Cluster(what_if=tuple(change)))
+        .predictions[0]
+        .decode
         for change in ([], ["all_reduce=+100us"])
     )
     reduces = sum(s.name.startswith("all-reduce") for s in usual.spans if s.lane == "communication")
@@ -232,21 +242,25 @@ def test_what_if_delays_every_collective(small: Program) -> None:
 @pytest.mark.parametrize("recipe", ["desync-4x-sum", "ladder-own-partial"])
 def test_break_even_is_where_the_simulation_says(small: Program, recipe: str) -> None:
     options: dict[str, Any] = dict(tp=8, batch=32, prompt=512, library="nccl")
-    found = api.predict(small, ["tensor-parallel", recipe], **options).predictions[1]
+    found = api.predict(small, ["tensor-parallel", recipe], **predicting(**options)).predictions[1]
     at = found.break_even_seconds
     assert at is not None
     assert at > 1e-8
 
     def speedup(all_reduce: float) -> float:
-        change = [f"all_reduce={all_reduce * 1e9:.3f}ns", "jitter=x0"]  # waits for the last rank are part of it
-        standard, other = api.predict(small, ["tensor-parallel", recipe], what_if=change, **options).predictions
+        change = (f"all_reduce={all_reduce * 1e9:.3f}ns", "jitter=x0")  # waits for the last rank are part of it
+        standard, other = api.predict(
+            small, ["tensor-parallel", recipe], **predicting(what_if=change, **options)
+        ).predictions
         return standard.decode.seconds / other.decode.seconds
 
     assert speedup(3 * at) > 1 > speedup(at / 3)
 
 
 def test_the_upper_bound_has_no_communication(small: Program) -> None:
-    found = by_name(api.predict(small, ["tensor-parallel", "upper-bound"], tp=8, library="nccl"))
+    found = by_name(
+        api.predict(small, ["tensor-parallel", "upper-bound"], api.Workload(tp=8), api.Cluster(library="nccl"))
+    )
     bound = found["upper-bound"]
     assert bound.kind == "timing only"
     assert bound.decode.communication_seconds == bound.prefill.exposed_seconds == 0.0
@@ -259,7 +273,9 @@ def test_the_upper_bound_has_no_communication(small: Program) -> None:
 def test_a_bare_config_is_enough(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     small_config(num_hidden_layers=1, architectures=["LlamaForCausalLM"]).to_json_file(path, use_diff=False)
-    found = api.predict(path, ["tensor-parallel", "ladder"], tp=2, batch=2, prompt=32, generate=4, pareto=True)
+    found = api.predict(
+        path, ["tensor-parallel", "ladder"], api.Workload(tp=2, batch=2, prompt=32, generate=4), pareto=True
+    )
     objects = json.loads(json.dumps(to_json(found)))
     assert [o["recipe"] for o in objects] == ["tensor-parallel", "ladder"]
     assert {"prefill_seconds", "seconds_per_token", "tokens_per_second", "speedup"} <= set(objects[0])
@@ -292,34 +308,45 @@ def test_the_front_leaves_out_what_does_not_fit() -> None:
 
 def test_ranks_are_spread_over_nodes(small: Program) -> None:
     one, two = (
-        api.predict(small, ["tensor-parallel"], fabric="h100-2x8-ib", tp=8, nodes=nodes).predictions[0]
+        api.predict(
+            small, ["tensor-parallel"], api.Workload(tp=8, nodes=nodes), api.Cluster(fabric="h100-2x8-ib")
+        ).predictions[0]
         for nodes in (1, 2)
     )
     assert (one.nodes, two.nodes) == (1, 2)
     assert two.decode.seconds > one.decode.seconds
     with pytest.raises(RewriterError, match="--nodes 3: 8 ranks"):
-        api.predict(small, ["tensor-parallel"], fabric="h100-2x8-ib", tp=8, nodes=3)
+        api.predict(small, ["tensor-parallel"], api.Workload(tp=8, nodes=3), api.Cluster(fabric="h100-2x8-ib"))
 
 
 def test_ranks_are_spread_evenly_without_being_asked(small: Program) -> None:
     threes = replace(load_fabric("h100-2x8-ib"), node=3)
-    assert api.predict(small, ["tensor-parallel"], fabric=threes, tp=8).predictions[0].nodes == 4
+    assert (
+        api.predict(small, ["tensor-parallel"], api.Workload(tp=8), api.Cluster(fabric=threes)).predictions[0].nodes
+        == 4
+    )
 
 
 def test_a_front_has_no_points_that_the_fabric_cannot_hold(small: Program) -> None:
     alone = replace(load_fabric("h100-no-p2p"), node=2, between=None)
-    found = api.predict(small, ["tensor-parallel"], fabric=alone, tp=2, prompt=16, generate=2, pareto=True)
+    found = api.predict(
+        small, ["tensor-parallel"], api.Workload(tp=2, prompt=16, generate=2), api.Cluster(fabric=alone), pareto=True
+    )
     assert {p.tp for p in found.pareto["tensor-parallel"]} == {1, 2}
 
 
 def test_points_of_ranks_that_share_tokens_are_told_apart(small: Program) -> None:
-    found = api.predict(small, ["tensor-parallel", "ring-attention"], tp=4, prompt=64, generate=2, pareto=True)
+    found = api.predict(
+        small, ["tensor-parallel", "ring-attention"], api.Workload(tp=4, prompt=64, generate=2), pareto=True
+    )
     assert {(p.sp, p.tp) for p in found.pareto["ring-attention"]} == {(2, 1), (4, 1), (8, 1)}
 
 
 def test_recipes_of_one_name_are_told_apart(small: Program) -> None:
     upper = Recipe.load("ladder").with_overrides({"ladder.layers": "last:1"})
-    found = api.predict(small, ["tensor-parallel", "ladder", upper], tp=8, prompt=64, generate=8, pareto=True)
+    found = api.predict(
+        small, ["tensor-parallel", "ladder", upper], api.Workload(tp=8, prompt=64, generate=8), pareto=True
+    )
     assert [p.recipe for p in found.predictions] == ["tensor-parallel", "ladder", "ladder-2"]
     whole, last = (found.pareto[name] for name in ("ladder", "ladder-2"))
     assert whole[-1].seconds_per_token < last[-1].seconds_per_token
@@ -339,16 +366,16 @@ class OnlyReductions:
 def test_what_a_fabric_has_no_answer_for_is_told(small: Program) -> None:
     partial = replace(load_fabric("h100-nvlink"), model=OnlyReductions)
     options: dict[str, Any] = dict(fabric=partial, batch=8, prompt=1024)  # long messages, which are quantized
-    found = api.predict(small, ["tensor-parallel", "tensor-parallel-int8", "ladder"], **options)
+    found = api.predict(small, ["tensor-parallel", "tensor-parallel-int8", "ladder"], **predicting(**options))
     assert [p.recipe for p in found.predictions] == ["tensor-parallel", "ladder"]
     assert [(s.recipe, s.reason) for s in found.skipped] == [("tensor-parallel-int8", "all_to_all is not known")]
     with pytest.raises(RewriterError, match="all_to_all"):
-        api.predict(small, ["tensor-parallel-int8"], **options)
+        api.predict(small, ["tensor-parallel-int8"], **predicting(**options))
 
 
 def test_a_duration_without_end_is_refused(small: Program) -> None:
     with pytest.raises(RewriterError, match="takes inf s"):
-        api.predict(small, ["tensor-parallel"], what_if=["all_reduce=x1e6"] * 60)
+        api.predict(small, ["tensor-parallel"], cluster=api.Cluster(what_if=("all_reduce=x1e6",) * 6))
 
 
 @pytest.mark.parametrize(
@@ -366,7 +393,7 @@ def test_a_config_that_cannot_be_is_refused(tmp_path: Path, text: str, why: str)
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(RewriterError, match=why):
-        api.predict(file, ["tensor-parallel"], tp=2)
+        api.predict(file, ["tensor-parallel"], api.Workload(tp=2))
 
 
 def test_scores_that_no_kernel_fuses_take_memory() -> None:
@@ -385,20 +412,20 @@ def test_scores_that_no_kernel_fuses_take_memory() -> None:
 def test_what_a_config_leaves_open_is_told() -> None:
     config = small_config(num_hidden_layers=1, dtype=None, max_position_embeddings=64)
     config.quantization_config = {"quant_method": "fp8"}
-    (found,) = api.predict(config, ["tensor-parallel"], tp=2, prompt=100, generate=8).predictions
+    (found,) = api.predict(config, ["tensor-parallel"], api.Workload(tp=2, prompt=100, generate=8)).predictions
     for words in ("float32 is assumed", "quantization", "108 tokens are more than the 64 positions"):
         assert any(words in note for note in found.notes), words
 
 
 def test_recipes_that_cannot_be_applied_are_told(small: Program) -> None:
-    found = api.predict(small, ["tensor-parallel", "desync-2x"], tp=1)
+    found = api.predict(small, ["tensor-parallel", "desync-2x"], api.Workload(tp=1))
     assert [s.recipe for s in found.skipped] == ["desync-2x"]
     with pytest.raises(RewriterError, match="desync"):
-        api.predict(small, ["desync-2x"], tp=1)
+        api.predict(small, ["desync-2x"], api.Workload(tp=1))
     with pytest.raises(RewriterError, match="batch: 0"):
-        api.predict(small, ["tensor-parallel"], batch=0)
+        api.predict(small, ["tensor-parallel"], api.Workload(batch=0))
     with pytest.raises(RewriterError, match="--tp 0"):
-        api.predict(small, ["tensor-parallel"], tp=0)
+        api.predict(small, ["tensor-parallel"], api.Workload(tp=0))
     with pytest.raises(RewriterError, match="no recipe"):
         api.predict(small, [])
 
@@ -409,26 +436,35 @@ def test_models_of_other_kinds_are_predicted() -> None:
     common = dict(vocab_size=512, hidden_size=128, num_hidden_layers=2, dtype="bfloat16")
     heads = dict(num_attention_heads=8, num_key_value_heads=4)
     moe = AutoConfig.for_model("mixtral", **common, **heads, intermediate_size=256, num_local_experts=8)
-    found = api.predict(moe, ["tensor-parallel", "ladder"], tp=2, prompt=64, generate=8).predictions
+    found = api.predict(moe, ["tensor-parallel", "ladder"], api.Workload(tp=2, prompt=64, generate=8)).predictions
     expert = 3 * 128 * 256 * 2 // 2  # bytes on one of two ranks
-    dense = api.predict(moe, ["tensor-parallel"], tp=2, batch=64, prompt=64, generate=8).predictions[0]
+    dense = api.predict(moe, ["tensor-parallel"], api.Workload(tp=2, batch=64, prompt=64, generate=8)).predictions[0]
     # one token reads 2 of 8 experts in each of 2 layers, 64 tokens all
     assert dense.decode.weight_bytes - found[0].decode.weight_bytes == pytest.approx(2 * 6 * expert, rel=0.01)
-    eager = api.predict(moe, ["tensor-parallel"], tp=2, prompt=64, generate=8, graphed=False).predictions[0]
+    eager = api.predict(moe, ["tensor-parallel"], api.Workload(tp=2, prompt=64, generate=8, graphed=False)).predictions[
+        0
+    ]
     assert eager.decode.kernels > found[0].decode.kernels
     mamba = AutoConfig.for_model("mamba", **common, intermediate_size=256, state_size=16)
-    told = api.predict(mamba, ["tensor-parallel"], tp=2, prompt=64, generate=8).predictions[0]
+    told = api.predict(mamba, ["tensor-parallel"], api.Workload(tp=2, prompt=64, generate=8)).predictions[0]
     assert any("estimated by its projections" in note for note in told.notes)
     assert told.decode.weight_bytes > 0
     normed = AutoConfig.for_model("olmo2", **common, **heads, intermediate_size=256)
-    spans = api.predict(normed, ["tensor-parallel"], tp=2, prompt=64, generate=8).predictions[0].decode.spans
+    spans = (
+        api.predict(normed, ["tensor-parallel"], api.Workload(tp=2, prompt=64, generate=8)).predictions[0].decode.spans
+    )
     # norms of all query and key heads sum their statistics over ranks
     assert sum("inside" in s.name for s in spans if s.lane == "communication") == 2 * 2
     bloom = AutoConfig.for_model(
         "bloom", vocab_size=512, hidden_size=128, n_layer=2, n_head=8
     )  # constants in its wiring
-    told = api.predict(bloom, ["tensor-parallel", "ladder"], tp=2, prompt=64, generate=8).predictions[1]
+    told = api.predict(bloom, ["tensor-parallel", "ladder"], api.Workload(tp=2, prompt=64, generate=8)).predictions[1]
     assert told.speedup > 1
     assert sum("refuses a key/value cache" in note for note in told.notes) == 1
     sinks = AutoConfig.for_model("gpt_oss", **common, **heads, head_dim=16, intermediate_size=128, num_local_experts=4)
-    assert api.predict(sinks, ["tensor-parallel", "ladder"], tp=2, prompt=64, generate=8).predictions[1].speedup > 1
+    assert (
+        api.predict(sinks, ["tensor-parallel", "ladder"], api.Workload(tp=2, prompt=64, generate=8))
+        .predictions[1]
+        .speedup
+        > 1
+    )

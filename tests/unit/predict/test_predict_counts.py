@@ -108,7 +108,9 @@ def test_only_experts_that_are_chosen_are_read() -> None:
 
 
 def test_sequence_parallel_recipes_send_what_was_planned(small: Program) -> None:
-    found = api.predict(small, ["tensor-parallel", "ulysses", "ring-attention"], tp=4, prompt=1000, generate=8)
+    found = api.predict(
+        small, ["tensor-parallel", "ulysses", "ring-attention"], api.Workload(tp=4, prompt=1000, generate=8)
+    )
     for recipe in ("ulysses", "ring-attention"):
         program = api.rewrite(small, recipe, tp=1, sp=4)
         plan = sequence_plan(program)
@@ -129,7 +131,7 @@ def test_sequence_parallel_recipes_send_what_was_planned(small: Program) -> None
 
 def test_quantized_messages_run_kernels_on_the_communication_stream(small: Program) -> None:
     exact, int8 = api.predict(
-        small, ["tensor-parallel", "tensor-parallel-int8"], tp=8, batch=8, prompt=1024
+        small, ["tensor-parallel", "tensor-parallel-int8"], api.Workload(tp=8, batch=8, prompt=1024)
     ).predictions
     spans = [s for s in int8.prefill.spans if s.lane == "communication" and s.layer == 0]
     assert [s.name.split(": ")[1] for s in spans[:5]] == [
@@ -149,7 +151,7 @@ def test_gains_come_in_the_order_of_the_paper(seventy: Program) -> None:
     above; parallel blocks below ladder."""
     recipes = ["tensor-parallel", "parallel", "ladder", "upper-bound"]
     nvlink, host = (
-        by_name(api.predict(seventy, recipes, fabric=fabric, library=library, tp=8, batch=4))
+        by_name(api.predict(seventy, recipes, api.Workload(tp=8, batch=4), api.Cluster(fabric=fabric, library=library)))
         for fabric, library in (("h100-nvlink", "nccl"), ("h100-no-p2p", None))
     )
     for found in (nvlink, host):
@@ -169,9 +171,9 @@ def test_gains_come_in_the_order_of_the_paper(seventy: Program) -> None:
 @pytest.mark.slow
 def test_a_70b_model_with_all_recipes_takes_seconds() -> None:
     config = small_config(**LARGE)
-    api.predict(small_config(num_hidden_layers=1), ["tensor-parallel"], tp=2)  # imports
+    api.predict(small_config(num_hidden_layers=1), ["tensor-parallel"], api.Workload(tp=2))  # imports
     began = time.process_time()
-    found = api.predict(config, all_recipes(), tp=8)
+    found = api.predict(config, all_recipes(), api.Workload(tp=8))
     assert len(found.predictions) == len(all_recipes())
     assert not found.skipped
     # 7 s of a core; a machine that does other things counts more of it as ours

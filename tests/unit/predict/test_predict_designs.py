@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouped import predicting
 from repository import ROOT
 from subprocesses import load_module
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -97,7 +98,9 @@ def test_a_plain_prefill_goes_over_the_whole_cache() -> None:
 def test_a_longer_step_makes_the_same_saving_a_smaller_gain(model: Program) -> None:
     def gain(**design: Any) -> float:
         found = api.predict(
-            model, ["tensor-parallel", "ladder"], tp=8, batch=64, prompt=1024, generate=64, library="nccl", **design
+            model,
+            ["tensor-parallel", "ladder"],
+            **predicting(tp=8, batch=64, prompt=1024, generate=64, library="nccl", **design),
         ).predictions
         return found[1].speedup
 
@@ -109,7 +112,7 @@ def test_a_longer_step_makes_the_same_saving_a_smaller_gain(model: Program) -> N
 
 def test_attention_of_another_name_is_refused(model: Program) -> None:
     with pytest.raises(RewriterError, match="--attention flash: expected fused or plain"):
-        api.predict(model, ["tensor-parallel"], attention="flash")  # type: ignore[arg-type]
+        api.predict(model, ["tensor-parallel"], api.Workload(attention="flash"))  # type: ignore[arg-type]
 
 
 def test_scores_and_all_logits_take_memory(model: Program) -> None:
@@ -133,7 +136,9 @@ def test_a_whole_vocabulary_is_the_same_function() -> None:
 
 def test_a_whole_head_is_read_by_every_rank_and_nothing_is_gathered(model: Program) -> None:
     split, whole = (
-        api.predict(model, ["tensor-parallel"], tp=8, set={"tensor_parallel.vocabulary": given}).predictions[0]
+        api.predict(
+            model, ["tensor-parallel"], api.Workload(tp=8), set={"tensor_parallel.vocabulary": given}
+        ).predictions[0]
         for given in (True, False)
     )
     names = {kind: {s.name for s in p.decode.spans} for kind, p in (("split", split), ("whole", whole))}
@@ -149,7 +154,9 @@ def test_all_logits_are_a_product_of_every_position(model: Program) -> None:
     last, every = (Runner().run(program, ForwardPass(2, 128, logits=n)).kernels for n in (1, 0))
     more = sum(k.flops for k in every) - sum(k.flops for k in last)
     assert more == 2 * 2 * 127 * WIDTH * VOCABULARY / 8
-    slower = [api.predict(model, ["tensor-parallel"], tp=8, all_logits=n).predictions[0] for n in (False, True)]
+    slower = [
+        api.predict(model, ["tensor-parallel"], api.Workload(tp=8, all_logits=n)).predictions[0] for n in (False, True)
+    ]
     assert slower[0].prefill.seconds < slower[1].prefill.seconds
     assert slower[0].decode.seconds == slower[1].decode.seconds
 
@@ -159,7 +166,7 @@ def test_all_logits_are_a_product_of_every_position(model: Program) -> None:
 
 def test_a_servers_interval_holds_one_more_deviation_and_the_quotient_none(model: Program) -> None:
     found = {
-        served: api.predict(model, ["tensor-parallel", "ladder"], tp=8, served=served).predictions
+        served: api.predict(model, ["tensor-parallel", "ladder"], api.Workload(tp=8, served=served)).predictions
         for served in (False, True)
     }
     for usual, wider in zip(found[False], found[True], strict=True):

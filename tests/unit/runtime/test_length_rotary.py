@@ -119,7 +119,7 @@ def test_generation_crosses_the_boundary_as_transformers_does(name: str, sources
     from rewriter.runtime import load
 
     out = tmp_path / "out"
-    api.convert(sources(name), "tensor-parallel", out=out, verify="none")
+    api.convert(sources(name), "tensor-parallel", out=out, options=api.SaveOptions(verify="none"))
     made = load(out)
     for prompts in ([[7, 9, 11, 200]], [[5] * 4 + [77], list(range(30, 42))], [list(range(3, 3 + PRETRAINED))]):
         original = api.load(out, attn_implementation="eager")  # anew: dynamic scaling remembers the longest call
@@ -141,7 +141,7 @@ def test_generation_crosses_the_boundary_as_transformers_does(name: str, sources
 def test_conversions_are_verified_on_both_sides(name: str, recipe: str, tmp_path: Path) -> None:
     """On a shrunken copy, on two ranks, on the real weights in bf16; then at lengths of both sets of factors."""
     copy.deepcopy(model(name)).bfloat16().save_pretrained(tmp_path / "m")
-    report = api.convert(tmp_path / "m", recipe, out=tmp_path / "out", tp=2, verify="full")
+    report = api.convert(tmp_path / "m", recipe, out=tmp_path / "out", tp=2, options=api.SaveOptions(verify="full"))
     assert any(check.startswith("real weights") for check in report.verification)
     if recipe == "ladder":
         loaded = api.load(tmp_path / "out", dtype=torch.float32)
@@ -170,5 +170,5 @@ def test_commands_that_read_configs(sources: Any) -> None:
 def test_onnx_has_both_sides(name: str, sources: Any, tmp_path: Path) -> None:
     """The export is compared with torch at 21 tokens, beyond the boundary."""
     pytest.importorskip("onnxruntime")
-    api.convert(sources(name), "ladder", out=tmp_path / "out", verify="none")
+    api.convert(sources(name), "ladder", out=tmp_path / "out", options=api.SaveOptions(verify="none"))
     api.export_onnx(tmp_path / "out", tmp_path / "model.onnx")

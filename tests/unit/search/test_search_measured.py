@@ -10,6 +10,7 @@ import searched
 import torch
 
 from rewriter.api import convert, load
+from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.passes.base import single_device
@@ -117,7 +118,7 @@ def test_a_mix_is_what_the_emitted_checkpoint_loses(
 ) -> None:
     """The files that `rewrite` writes, loaded by transformers: bound ones compute all three ranks."""
     mix, out = searched.mix(*words), tmp_path / "out"
-    convert(directory, recipe_of(mix), out=out, tp=RANKS, verify="none")
+    convert(directory, recipe_of(mix), out=out, tp=RANKS, options=SaveOptions(verify="none"))
     with torch.no_grad():
         after = load(out, dtype=torch.float32).eval()(input_ids=IDS, use_cache=False).logits
     before = simulate(program, IDS)

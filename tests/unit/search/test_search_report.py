@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import searched
-from fake_api import installed
+from fake_api import flat, installed
 from predict_report_cases import Balance
 from rich.console import Console
 
@@ -28,8 +28,8 @@ class Api(ModuleType):
         super().__init__("rewriter.api")
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    def search(self, model: str, **options: Any) -> Any:
-        options.pop("progress")
+    def search(self, *args: Any, **kwargs: Any) -> Any:
+        (model,), options = flat(args, kwargs)
         self.calls.append((model, options))
         return searched.result()
 
@@ -102,7 +102,8 @@ def test_what_is_asked_reaches_the_api_and_the_recipe_is_written(
             dict(
                 fabric="pcie-gen4", tp=3, sp=1, nodes=None, batch=4, prompt=2048, generate=128, graphed=False,
                 what_if=("all_reduce=+5us",), library=None, loss=0.02, text="words", seed=7,
-                state=Path("mine.search"), trust_remote_code=False,
+                state=Path("mine.search"), trust_remote_code=False, compiled=None, attention="fused", all_logits=False,
+                served=False,
             ),
         )
     ]  # fmt: skip

@@ -111,7 +111,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_conversion_takes_them(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, take = [], EarlyCopies.take
     monkeypatch.setattr(EarlyCopies, "take", lambda self, *files: taken.append(files) or take(self, *files))
-    api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none")
+    api.convert(source, "ladder", out=tmp_path / "out", tp=2, options=api.SaveOptions(verify="none"))
     assert [from_.name for from_, _ in taken] == ["model.safetensors"]
     api.verify(tmp_path / "out")
 
@@ -124,7 +124,7 @@ def test_without_files_that_have_no_name_it_copies_as_ever(
 
     monkeypatch.setattr("rewriter.weights.early_copies.unnamed", refuse)
     assert EarlyCopies.begin(source, tmp_path / "out", link=False) is None
-    api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none")
+    api.convert(source, "ladder", out=tmp_path / "out", tp=2, options=api.SaveOptions(verify="none"))
     api.verify(tmp_path / "out")
 
 
@@ -132,7 +132,7 @@ def test_a_refused_conversion_leaves_nothing(source: Path, tmp_path: Path, monke
     begun, before, begin = [], open_files(tmp_path), module.begun_copies
     monkeypatch.setattr(module, "begun_copies", lambda *a, **k: begun.append(begin(*a, **k)) or begun[-1])
     with pytest.raises(RewriterError, match="--tp 3"):
-        api.convert(source, "ladder", out=tmp_path / "out", tp=3, verify="none")
+        api.convert(source, "ladder", out=tmp_path / "out", tp=3, options=api.SaveOptions(verify="none"))
     assert isinstance(begun[0], EarlyCopies)
     assert not list(tmp_path.iterdir())
     assert open_files(tmp_path) == before

@@ -21,6 +21,7 @@ from transformers.quantizers import AutoQuantizationConfig
 
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import convert
+from rewriter.convert.save_options import SaveOptions
 from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.ir.simulate import load_weights, simulate
@@ -406,7 +407,9 @@ def test_quantized_weights_are_not_trained(made: Made, tmp_path: Path) -> None:
 def test_everything_is_verified_on_the_real_weights(made: Made, tmp_path: Path, kind: str, dequantize: bool) -> None:
     """At tp 2, FP8 blocks of 16 rows are cut: a rank has 56 channels of the MLP."""
     out, source = tmp_path / "out", made[kind][0]
-    report = convert(source, "ladder-upper-half", out=out, tp=2, verify="full", dequantize=dequantize)
+    report = convert(
+        source, "ladder-upper-half", out=out, tp=2, options=SaveOptions(verify="full", dequantize=dequantize)
+    )
     table = report.verification
     assert float(table["real weights: sharded module on 2 ranks = rewritten"]) <= 1e-4
     if kind != "awq" or dequantize:

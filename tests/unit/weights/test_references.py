@@ -39,7 +39,7 @@ def source(family: str, tmp_path: Path) -> Path:
 
 
 def saved(program: Program, out: Path, **options: Any) -> Path:
-    rw.save(program, out, verify="none", **options)
+    rw.save(program, out, options=rw.SaveOptions(verify="none", **options))
     return out
 
 
