@@ -238,7 +238,7 @@ def predict(
 ) -> RecipeComparison:
     """What recipes gain on a cluster, without one: seconds, tokens per second and exposed communication of each.
 
-    predict("config.json", ["ladder"], Workload(tp=8, prompt=4096), Cluster("l40s-pcie")).predictions
+    predict("config.json", ["ladder"], Workload(tp=8, prompt=4096), Cluster("pcie-gen4")).predictions
 
     `model` is a directory, a bare config.json, a hub id, a config object or a traced Program; no weights are read.
     `recipes` are compared with the first one. `baselines`: also what users have today. `pareto`: also other TP degrees

@@ -26,6 +26,7 @@ from rewriter.adapt.unshard import write_model
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import save
 from rewriter.convert.rewritten_source import Opened, original_program, rewritten, write_source
+from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Parameter, Program
 from rewriter.runtime.loading.load import load as load_sharded
 from rewriter.runtime.module import RuntimeModel
@@ -128,7 +129,7 @@ def student(run: Run) -> Student:
 
 def _runtime(run: Run, program: Program, name: str) -> RuntimeModel:
     place = run.place / name
-    run.ranks.on_first(lambda: None if place.exists() else save(program, place, verify="none"))
+    run.ranks.on_first(lambda: None if place.exists() else save(program, place, options=SaveOptions(verify="none")))
     module = load_sharded(place, dp=run.ranks.replicas, device=run.device, dtype=torch.float32)
     assert isinstance(module, RuntimeModel)
     return module

@@ -71,7 +71,7 @@ Compiled = Annotated[
     ),
 ]
 AttentionKernels = Annotated[
-    str,
+    Literal["fused", "plain"],
     typer.Option("--attention", metavar="KIND", help="fused: one kernel; plain: products with scores in memory."),
 ]
 AllLogits = Annotated[bool, typer.Option("--all-logits", help="A prefill computes logits of every position.")]
