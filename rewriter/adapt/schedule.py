@@ -32,7 +32,7 @@ ROWS = 4  # of a step, at least, where they are no shorter than the shortest
 # By tokens of the whole run: those of a step, and the highest learning rate of a model whose stream is `WIDTH` wide;
 # Adam's rates go with 1 / width (arXiv 2203.03466, table 3). At 33 million they are those of arXiv 2609.13846 (width
 # 1,024), at 3 billion those of Ladder Residual (2501.06589; width 4,096, rate 5e-6), at 24,576 no worse
-# than the next higher one (`benchmarks/healing.py --rate`). Few tokens need many steps more than exact ones.
+# than the next higher one (`benchmarks/healing/run.py --rate`). Few tokens need many steps more than exact ones.
 WIDTH = 1_024
 _TOKENS = (24_576, 400_000, 1_000_000, 33_000_000, 3_000_000_000)
 _STEP = (512, 1_024, 2_048, 16_384, 131_072)

@@ -9,7 +9,7 @@ is interpolated, linearly in the logarithms of the sizes, is the ratio to a refe
 with the table's shortest kernel as floor. Beyond the grid the ratio stays what it is at the edge, so that a kernel is
 as efficient there; on another device than the measured one, with its own rates in the reference, it is so too.
 
-Three things about the measurements are put right (`benchmarks/kernel_tables.py` says where they are from):
+Three things about the measurements are put right (`benchmarks/predict/kernel_tables.py` says where they are from):
 
 - Kernels ran in a CUDA graph of few, again and again: the gap between two replays is taken off.
 - Products took turns with six weights, a decode attention had one cache. Where these fit in the L2 cache together, a
@@ -83,7 +83,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The measured kernels of one system. `file` is what `benchmarks/kernel_tables.py` writes.
+    """The measured kernels of one system. `file` is what `benchmarks/predict/kernel_tables.py` writes.
 
     Its methods give seconds, or None for what was not measured. `on`: the device that is asked about; None: the
     measured one. Dtypes by torch's names.

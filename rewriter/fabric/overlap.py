@@ -25,8 +25,8 @@ SOURCES = {
     "Triton-distributed #57 against AIConfigurator's NCCL and vLLM): 1.42 standard deviations, as of the last of 8",
     "clocks": "1305 of 1410 MHz are held by an A100 at its power limit (HPL), glennklockwood.com/garden/peak-FLOPS; "
     "assumed of others",
-    "step": "a replay of a graph, 1.7 to 3.5 µs as measured (benchmarks/kernel_tables.py --replays), and the choice "
-    "of a token: two passes over the logits",
+    "step": "a replay of a graph, 1.7 to 3.5 µs as measured (benchmarks/predict/kernel_tables.py --replays), and the "
+    "choice of a token: two passes over the logits",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from rewriter.predict.roofline import Rates
 COVERED = 0.8
 _DEVIATIONS = NormalDist().inv_cdf((1 + COVERED) / 2)
 
-# By how much another library's kernel of the same sizes differs, 16 to 84 % of them (`benchmarks/kernel_tables.py
+# By how much another library's kernel of the same sizes differs, 16 to 84 % of them (`benchmarks.predict.kernel_tables
 # --libraries`): -9 to +8 % of products, -17 to +22 % of attention. Held-out errors of the tables are smaller. Experts,
 # and glue, which a compiler cuts as it likes: assumed.
 _KERNELS: Mapping[Work, float] = {"product": 0.06, "attention": 0.15, "experts": 0.12, "glue": 0.2}
@@ -30,7 +30,7 @@ _TERMS = {"crossing": 2.0, "contention": 1.6, "jitter": 1.7, "clocks": 1.8, "ste
 
 # Of a server's time per output token, beyond its kernels: what schedulers, samplers and batching differ in. End-to-end
 # runs of TensorRT-LLM and vLLM at 112 equal workloads differ so that one engine's logarithm deviates by 0.127 from the
-# typical one. 0.060 of it is the kernels' part of a decode step, whose terms stand above (`benchmarks/engines.py`).
+# typical one. 0.060 of it is the kernels' part of a decode step, whose terms stand above (benchmarks.predict.engines).
 SERVER = math.sqrt(0.127**2 - 0.060**2)
 
 

@@ -6,7 +6,7 @@ printed.
 On the CPU, products with few rows become reductions. A decode step reads every weight once for one row. ATen's `linear`
 reads it at a quarter of the memory's bandwidth on some processors; loops over rows of the weight that multiply and add,
 which is what Inductor makes of `(x * weight).sum(-1)`, at two thirds and more on all that were tried
-(`benchmarks/decode.py`).
+(`benchmarks/decode/run.py`).
 """
 
 from __future__ import annotations

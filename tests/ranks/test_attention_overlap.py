@@ -39,7 +39,7 @@ PLANS = {
     8: [attention2d(2, 2, 2, overlap=True)],
     16: [ring(16), attention2d(1, 4, 4, overlap=True)],
 }
-BENCHMARK = ROOT / "benchmarks" / "attention_memory.py"
+BENCHMARK = ROOT / "benchmarks/attention/memory.py"
 
 
 # --- exact, under delays ---

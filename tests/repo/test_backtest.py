@@ -1,7 +1,8 @@
-"""benchmarks/backtest.py: its points are cited and consistent, and it predicts them. No test asks how well."""
+"""benchmarks/predict/backtest.py: its points are cited and consistent, and it predicts them. No test asks how well."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from repository import ROOT
-from subprocesses import load_module
 
 from rewriter.fabric import fabrics, load_fabric
 
@@ -22,8 +22,7 @@ THREE = ("gpt-fast-llama-3.1-8b-tp2", "triton-distributed-h800-qwen3-8b-nccl", "
 
 @pytest.fixture(scope="module")
 def backtest() -> ModuleType:
-    sys.path.append(str(BENCHMARKS))
-    return load_module("backtest", BENCHMARKS / "backtest.py")
+    return importlib.import_module("benchmarks.predict.backtest")
 
 
 @pytest.fixture(scope="module")

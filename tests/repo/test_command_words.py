@@ -24,7 +24,7 @@ PAGES = [
 ]  # fmt: skip
 OPTION = r"(?<![\w:-])(?<!var\()--[a-z][a-z0-9-]*(?![\w:-])"  # not a variable of CSS
 SCRIPTS = [
-    *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("tests/*/*.py"),
+    *ROOT.glob("benchmarks/*/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("tests/**/*.py"),
     ROOT / "rewriter/emulation/__main__.py",
 ]  # fmt: skip
 # Of torchrun, docker, unshare, pip, vLLM and SGLang; and two of `rewrite adapt` of which a page says that they went.

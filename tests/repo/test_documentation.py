@@ -23,7 +23,6 @@ from rewriter.recipes import Recipe
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 def python_blocks(page: str) -> list[str]:
@@ -163,11 +162,11 @@ def test_the_recipes_of_the_pages_are_valid() -> None:
 
 @pytest.mark.slow
 def test_the_picture_shows_what_is_predicted_today() -> None:
-    import decode_figure
+    from benchmarks.decode import figure as decode_figure
 
     drawn = re.findall(r"([\d.]+) ms a step", decode_figure.FIGURE.read_text(encoding="utf-8"))
     predicted = [row.phase.seconds * 1e3 for row in decode_figure.rows()]
-    assert [float(d) for d in drawn] == pytest.approx(predicted, rel=0.05), "python benchmarks/decode_figure.py"
+    assert [float(d) for d in drawn] == pytest.approx(predicted, rel=0.05), "python -m benchmarks.decode.figure"
 
 
 @pytest.mark.slow

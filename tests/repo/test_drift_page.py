@@ -1,13 +1,13 @@
-"""docs/results/drift.md is what `benchmarks/drift.py` writes."""
+"""docs/results/drift.md is what `benchmarks/drift/run.py` writes."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from types import ModuleType
 
 import pytest
 from repository import ROOT
-from subprocesses import load_module
 
 from rewriter.recipes.catalogue import library
 
@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "results" / "drift.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    return load_module("drift_benchmark", ROOT / "benchmarks" / "drift.py")
+    return importlib.import_module("benchmarks.drift.run")
 
 
 def test_the_text_is_the_templates_and_parts_not_measured_again_are_kept(benchmark: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs as a whole without a GPU, says what failed, and would notice a wrong tile."""
+"""benchmarks/gpu/run.py runs as a whole without a GPU, says what failed, and would notice a wrong tile."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from repository import BENCHMARKS
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     settings = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
+    command = [sys.executable, "-m", "benchmarks.gpu.run", *arguments]
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch):
     """The module of the tiles' section."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_tiles
+    from benchmarks.gpu import tiles as gpu_tiles
 
     return gpu_tiles
 
 
 @pytest.fixture
 def scale(tiles):
-    from gpu_report import Scale
+    from benchmarks.gpu.report import Scale
 
     return Scale(torch.device("cpu"), True)
 
@@ -115,8 +114,8 @@ def test_everything_runs_dry(option: str, expected: dict[str, int], tmp_path: Pa
 
 
 def test_what_runs_first_is_over_in_seven_minutes_though_every_section_hangs(tiles: Any) -> None:
-    import gpu
-    from gpu_sections import STACK_SECONDS
+    from benchmarks.gpu import run as gpu
+    from benchmarks.gpu.sections import STACK_SECONDS
 
     assert set(gpu.FIRST) == set(FIRST)
     assert set(gpu.REST) == set(REST)
@@ -124,12 +123,12 @@ def test_what_runs_first_is_over_in_seven_minutes_though_every_section_hangs(til
 
 
 def test_the_page_of_figures_has_the_rows_that_were_kept(tiles: Any) -> None:
-    """The tables of docs/figures/gpu.md are those of benchmarks/gpu_h100.json."""
-    import gpu
-    from gpu_sections import read
+    """The tables of docs/figures/gpu.md are those of benchmarks/gpu/h100.json."""
+    from benchmarks.gpu import run as gpu
+    from benchmarks.gpu.sections import read
 
     page = (BENCHMARKS.parent / "docs" / "figures" / "gpu.md").read_text(encoding="utf-8")
-    assert page.endswith(gpu.page(read(BENCHMARKS / "gpu_h100.json"), gpu.FIRST))
+    assert page.endswith(gpu.page(read(BENCHMARKS / "gpu" / "h100.json"), gpu.FIRST))
 
 
 class OnGpu(torch.Tensor):
@@ -142,8 +141,7 @@ def staged(group: Any, benchmarks: str) -> tuple[list[int], list[float], bool, b
     """(what the runtime's gather of tensors on a GPU gives, what an exchange does, whether anything came before it was
     waited for, whether all went through copies)."""
     sys.path.insert(0, benchmarks)
-    import gpu_rank
-
+    from benchmarks.gpu import rank as gpu_rank
     from rewriter.runtime.collectives import exchange
 
     rank = group.rank()
@@ -167,8 +165,7 @@ def test_messages_of_ranks_that_share_a_gpu_travel_as_copies() -> None:
 
 
 def test_a_gather_that_loses_bytes_fails_its_row(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_runtime
-
+    from benchmarks.gpu import runtime as gpu_runtime
     from rewriter.runtime.collectives import exchange
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -187,7 +184,7 @@ def test_a_gather_that_loses_bytes_fails_its_row(tiles, scale, monkeypatch: pyte
 
 def test_kernels_of_messages_are_compared_in_both_their_variants(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles one for strides and lengths that 16 divides, and one for others."""
-    import gpu_quantize
+    from benchmarks.gpu import quantize as gpu_quantize
 
     seen = []
     quantize = gpu_quantize.quantize_rows
@@ -210,7 +207,7 @@ def test_kernels_of_messages_are_compared_in_both_their_variants(tiles, scale, m
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, recompile_limit=8)
 def test_what_is_timed_as_compiled_is_compiled(scale) -> None:
     """Torch runs a function eagerly from its ninth graph on."""
-    from gpu_report import compiled
+    from benchmarks.gpu.report import compiled
 
     def double(x: torch.Tensor, times: int) -> torch.Tensor:
         return 2 * times * x if torch.compiler.is_compiling() else x
@@ -223,9 +220,9 @@ def test_what_is_timed_as_compiled_is_compiled(scale) -> None:
 
 
 def test_ranks_have_gpus_of_their_own_where_there_are_several(tiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_rank
-    import gpu_runtime
-    from gpu_report import Scale
+    from benchmarks.gpu import rank as gpu_rank
+    from benchmarks.gpu import runtime as gpu_runtime
+    from benchmarks.gpu.report import Scale
 
     ran = []
     monkeypatch.setattr(
@@ -240,7 +237,7 @@ def test_ranks_have_gpus_of_their_own_where_there_are_several(tiles, monkeypatch
 
 
 def test_a_wrong_tile_fails_and_an_exception_is_a_row(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_report import Table
+    from benchmarks.gpu.report import Table
 
     case = next(case for case in tiles.cases(scale) if case.name == "causal, 2 × 3, offset")
     given, mask = tiles.inputs(case, scale.device), tiles.everything(case.seen, scale.device)

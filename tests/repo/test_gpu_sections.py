@@ -1,4 +1,4 @@
-"""Sections of benchmarks/gpu.py: one that hangs or dies loses its own rows only, and each would notice a fault."""
+"""Sections of benchmarks/gpu/run.py: one that hangs or dies loses its own rows only, and each would notice a fault."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rewriter.runtime.loading.load import build
 from rewriter.runtime.streams import why_not_captured
 
 SCRIPT = """
-import gpu
-from gpu_sections import Section
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu.sections import Section
 
 gpu.DRY = 1
 gpu.CHECKS = gpu.SECTIONS = {
@@ -42,7 +42,7 @@ gpu.main()
 SEEDED = """
 import os, signal, subprocess, time
 from pathlib import Path
-import gpu_report
+from benchmarks.gpu import report as gpu_report
 
 def first(scale):
     table = scale.table("seeded", ("what", "result"))
@@ -73,14 +73,9 @@ def runs(scale):
 """
 
 
-@pytest.fixture(autouse=True)
-def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 @pytest.fixture
 def scale() -> Any:
-    from gpu_report import Scale
+    from benchmarks.gpu.report import Scale
 
     return Scale(torch.device("cpu"), True)
 
@@ -88,7 +83,7 @@ def scale() -> Any:
 def script(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (directory / "script.py").write_text(SCRIPT)
     (directory / "seeded.py").write_text(SEEDED)
-    settings = {**os.environ, "PYTHONPATH": f"{BENCHMARKS}:{BENCHMARKS.parent}", "OMP_NUM_THREADS": "1"}
+    settings = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "script.py", "--cpu", *arguments]
     return subprocess.run(command, env=settings, cwd=directory, capture_output=True, text=True, timeout=280)
 
@@ -147,9 +142,9 @@ class Without(importlib.machinery.PathFinder):
         return None if hidden else super().find_spec(name, path, target)
 
 sys.meta_path[:] = [Without if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
-sys.path.insert(0, sys.argv[1])
-import torch, gpu, gpu_decode, gpu_runtime
-from gpu_report import Scale
+import torch
+from benchmarks.gpu import decode as gpu_decode, run as gpu, runtime as gpu_runtime
+from benchmarks.gpu.report import Scale
 for section in gpu.SECTIONS.values():
     module, _, function = section.function.partition(":")
     getattr(importlib.import_module(module), function)
@@ -161,7 +156,7 @@ for name in ("pydantic", "rich", "typer"):
 print("all")
 """
     settings = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program, str(BENCHMARKS)]
+    command = [sys.executable, "-c", program]
     ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=280)
     assert ran.stdout == "all\n", ran.stderr
 
@@ -190,7 +185,7 @@ class Clock:
 
 
 def test_a_gpu_is_kept_busy_until_all_of_a_call_is_in_its_queue(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_report import MOST_CYCLES, SLEEP_CYCLES
+    from benchmarks.gpu.report import MOST_CYCLES, SLEEP_CYCLES
 
     clock = Clock(monkeypatch)
     on_gpu = dataclasses.replace(scale, device=torch.device("cuda"), tiny=False)
@@ -203,7 +198,7 @@ def test_a_gpu_is_kept_busy_until_all_of_a_call_is_in_its_queue(scale: Any, monk
 
 
 def test_kernels_are_told_from_ranges_and_copies() -> None:
-    from gpu_report import kernel_names
+    from benchmarks.gpu.report import kernel_names
 
     kinds = {"kernel": "gemv", "gpu_user_annotation": "rewriter::all_reduce_start", "gpu_memcpy": "Memcpy", None: "x"}
     events = [{"name": name} | ({"cat": kind} if kind else {}) for kind, name in kinds.items()]
@@ -211,8 +206,8 @@ def test_kernels_are_told_from_ranges_and_copies() -> None:
 
 
 def test_a_product_that_is_wrong_or_no_reduction_fails(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_gemv
-    from gpu_report import Scale
+    from benchmarks.gpu import gemv as gpu_gemv
+    from benchmarks.gpu.report import Scale
 
     def row(way: str) -> str:
         return str(gpu_gemv.product_row(scale, 1e9, (1280, 8192), way, [])[1])
@@ -228,7 +223,7 @@ def test_a_product_that_is_wrong_or_no_reduction_fails(scale: Any, monkeypatch: 
 def test_a_wrong_attention_fails_and_a_kernel_that_is_not_there_does_not(
     scale: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gpu_attention
+    from benchmarks.gpu import attention as gpu_attention
 
     def row(backend: str) -> Any:
         return gpu_attention.attention_row(scale, 1e9, 40, True, "rows", backend)
@@ -248,9 +243,8 @@ def test_a_wrong_attention_fails_and_a_kernel_that_is_not_there_does_not(
 
 
 def test_a_step_that_goes_other_ways_fails(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_decode_step
-    from gpu_runtime import models
-
+    from benchmarks.gpu import decode_step as gpu_decode_step
+    from benchmarks.gpu.runtime import models
     from rewriter.runtime.generation.decode_state import Sampling
     from rewriter.runtime.generation.decode_step import DecodeStep
 
@@ -276,7 +270,7 @@ def test_a_step_that_goes_other_ways_fails(scale: Any, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def bench(scale: Any, tmp_path: Path) -> Any:
-    import gpu_decode
+    from benchmarks.gpu import decode as gpu_decode
 
     size = gpu_decode.Size(64, 128, 16, 8, 3, 64)
     with gpu_decode.job(gpu_decode.delays()):
@@ -284,7 +278,7 @@ def bench(scale: Any, tmp_path: Path) -> Any:
 
 
 def test_a_decode_step_with_other_tokens_fails(bench: Any) -> None:
-    import gpu_decode
+    from benchmarks.gpu import decode as gpu_decode
 
     model = gpu_decode.model_of(bench, "ladder")
     assert gpu_decode.decode_row(bench, model, "ladder", "eager")[1] == ""
@@ -301,7 +295,7 @@ def test_a_decode_step_with_other_tokens_fails(bench: Any) -> None:
 
 def test_recipes_and_delays_are_the_packages_own(bench: Any) -> None:
     """gpu_decode has both without the files, which need pydantic."""
-    import gpu_decode
+    from benchmarks.gpu import decode as gpu_decode
 
     config = gpu_decode.config(bench.size)
     for ours, theirs in {"standard": "tensor-parallel", "ladder": "ladder", "bound": "upper-bound"}.items():
@@ -314,7 +308,7 @@ def test_recipes_and_delays_are_the_packages_own(bench: Any) -> None:
 
 
 def test_a_step_reads_what_a_70b_models_layers_hold(bench: Any, tmp_path: Path) -> None:
-    import gpu_decode
+    from benchmarks.gpu import decode as gpu_decode
 
     mesh = init_device_mesh("cpu", (gpu_decode.RANKS,), mesh_dim_names=("tp",))
     found: list[int] = []
@@ -327,7 +321,7 @@ def test_a_step_reads_what_a_70b_models_layers_hold(bench: Any, tmp_path: Path) 
 
 
 def test_collectives_of_an_emulated_job_can_be_in_a_graph() -> None:
-    from gpu_emulated import Constant, job
+    from benchmarks.gpu.emulated import Constant, job
 
     with job(Constant(0.0)):
         assert why_not_captured(dist.group.WORLD) is None

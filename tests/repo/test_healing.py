@@ -1,7 +1,8 @@
-"""benchmarks/healing.py: its page follows from its record; and the shipped model heals by as much as it did."""
+"""benchmarks/healing/run.py: its page follows from its record; and the shipped model heals by as much as it did."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 from repository import ROOT
-from subprocesses import load_module
 
 from rewriter.adapt.options import AdaptOptions
 from rewriter.api import adapt, convert
@@ -21,8 +21,7 @@ TINY = ROOT / "examples" / "tiny-llama"
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return load_module("healing_page", ROOT / "benchmarks" / "healing_page.py")
+    return importlib.import_module("benchmarks.healing.page")
 
 
 def made_up(**own: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""benchmarks/healing_tasks.py: what counts as right, and likelihoods against a sum over tokens one by one."""
+"""benchmarks/healing/tasks.py: what counts as right, and likelihoods against a sum over tokens one by one."""
 
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import zipfile
 from pathlib import Path
@@ -11,14 +12,13 @@ from types import ModuleType
 import pytest
 import torch
 from repository import ROOT
-from subprocesses import load_module
 
 TINY = ROOT / "examples" / "tiny-llama"
 
 
 @pytest.fixture(scope="module")
 def tasks() -> ModuleType:
-    return load_module("healing_tasks", ROOT / "benchmarks" / "healing_tasks.py")
+    return importlib.import_module("benchmarks.healing.tasks")
 
 
 @pytest.mark.parametrize(

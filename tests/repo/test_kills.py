@@ -1,4 +1,4 @@
-"""benchmarks/kills.py, with few kills: a conversion that is killed anywhere is resumed to the same files."""
+"""benchmarks/convert/kills.py, with few kills: a conversion that is killed anywhere is resumed to the same files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repository import ROOT
 
 @pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "kills.py"), "--kills", "20", "--seed", "1", "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks/convert/kills.py"), "--kills", "20", "--seed", "1", "--json"]
     ran = subprocess.run([*command, "--dir", str(tmp_path)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     counts = json.loads(ran.stdout)

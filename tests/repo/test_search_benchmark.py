@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from repository import ROOT
-from subprocesses import load_module
 
 from rewriter.api import convert
 from rewriter.predict.workload import Cluster, Workload
@@ -19,7 +19,7 @@ TP, BUDGET = 4, 0.03
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    return load_module("search_benchmark", ROOT / "benchmarks" / "search.py")
+    return importlib.import_module("benchmarks.search.run")
 
 
 @pytest.mark.slow

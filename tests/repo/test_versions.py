@@ -1,5 +1,6 @@
-"""Emitted checkpoints in other versions of transformers, and theirs in the installed one: `benchmarks/versions.py`."""
+"""Emitted checkpoints in other versions of transformers, and theirs in the installed one."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,7 +10,6 @@ import pytest
 import torch
 from repository import ROOT
 from safetensors.torch import save_file
-from subprocesses import load_module
 
 CHECKPOINTS = 6 + 6  # ladder and desync of every family
 
@@ -18,7 +18,7 @@ CHECKPOINTS = 6 + 6  # ladder and desync of every family
 def test_emitted_checkpoints_run_in_other_versions_of_transformers() -> None:
     """Installs them: without a package index this fails."""
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "versions.py")],
+        [sys.executable, str(ROOT / "benchmarks/models/versions.py")],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -41,5 +41,5 @@ def test_a_difference_is_found(tmp_path: Path, error: float, refusal: str | None
         if not refused:
             logits = torch.linspace(-1, 1, 12).reshape(1, 3, 4) + added
             save_file({"logits": logits}, tmp_path / folder / f"{name}.safetensors")
-    compare = load_module("versions_benchmark", ROOT / "benchmarks" / "versions.py").compare
+    compare = importlib.import_module("benchmarks.models.versions").compare
     assert compare(tmp_path / "expected", tmp_path / "results", "5.23.0", "5.17.0", 1e-5) == (not good)

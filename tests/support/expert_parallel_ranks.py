@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import zoo
-from repository import BENCHMARKS
 
+from benchmarks.experts.traffic import expert_traffic
 from rewriter.training import expert_mesh, shard_experts
-
-sys.path.append(str(BENCHMARKS))
-from expert_traffic import expert_traffic
 
 STEPS, LOCAL = 3, 2
 

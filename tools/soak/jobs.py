@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import adapted
 
-from soak import shim
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from kills import RESUMED, WAYS, Way, differing, ended
-
+from benchmarks.convert.kills import RESUMED, WAYS, Way, differing, ended
 from rewriter.cli import main
+from rewriter.convert.save_options import SaveOptions
+from soak import shim
 
 __all__ = ["RESUMED", "Command", "commands", "differing", "ended", "fault_of_words", "prepare"]
 
@@ -92,7 +89,7 @@ def commands(place: Path, known: bool = True) -> list[Command]:
 
 def _command(place: Path, name: str, words: list[str], resumes: bool = True) -> Command:
     own = place / name.replace(", ", "-").replace(" ", "-")
-    return Command(name, place / "m", own, {}, words=(*words, str(own / "out")), resumes=resumes)
+    return Command(name, place / "m", own, [], SaveOptions(), words=(*words, str(own / "out")), resumes=resumes)
 
 
 def adapt_words(place: Path, name: str) -> list[str]:

@@ -5,7 +5,7 @@ A fingerprint is of a class's code as a syntax tree, without what changes no res
 
 `fingerprints.json` has those of every causal LM's decoder layers, without how children are made (`forward`) and with
 all of their code (`whole`), by module and class: one for all versions, or by the version in which it first appeared.
-`benchmarks/fingerprints.py` writes it.
+`benchmarks/models/fingerprints.py` writes it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """All-reduces of small CPU tensors between ranks of one host, through memory that they share.
 
 A decode step sums a few kilobytes after every block. Through gloo's sockets that takes the time of some system calls on
-each rank; through memory that of two copies (`benchmarks/small_sums.py`). A start copies the tensor to where the others
-see it, a wait adds what all have copied, in the order of ranks, so that all get the same bits; no thread is needed
-between them.
+each rank; through memory that of two copies (`benchmarks/collectives/small_sums.py`). A start copies the tensor to
+where the others see it, a wait adds what all have copied, in the order of ranks, so that all get the same bits; no
+thread is needed between them.
 """
 
 from __future__ import annotations

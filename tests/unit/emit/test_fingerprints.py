@@ -247,7 +247,7 @@ def entries(kind: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("kind", ["forward", pytest.param("whole", marks=pytest.mark.slow)])
 def test_the_table_is_right_for_the_installed_version(kind: str) -> None:
     version = transformers.__version__
-    assert version in table()["versions"], f"benchmarks/fingerprints.py --write adds transformers {version}"
+    assert version in table()["versions"], f"benchmarks/models/fingerprints.py --write adds transformers {version}"
     root, wrong = Path(str(importlib.util.find_spec("transformers").origin)).parent, []  # type: ignore[union-attr]
     for module, name in entries(kind):
         file = (root / "models" / module.replace(".", "/")).with_suffix(".py")

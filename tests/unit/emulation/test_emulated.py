@@ -214,7 +214,7 @@ def test_coalesced_collectives_are_one_operation():
 
 
 def test_operations_take_the_time_they_are_told():
-    with job(4, model := Constant(5e-3)):  # how late it is, `benchmarks/emulation_jobs.py` measures
+    with job(4, model := Constant(5e-3)):  # how late it is, `benchmarks/emulation/jobs.py` measures
         for _ in range(20):
             begun = time.monotonic()
             work = dist.all_reduce(torch.ones(8), async_op=True)

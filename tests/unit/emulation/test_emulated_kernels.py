@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import subprocesses
-from repository import ROOT
 
 SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes of a multiprocessor
 
@@ -76,8 +75,7 @@ def test_the_engine_launches_them_as_it_should():
     "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
 )
 def test_blocks_take_a_multiprocessor_each(capability, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from hold_code import arrive, hold
+    from benchmarks.kernels.hold_code import arrive, hold
 
     for alone in (True, False):
         code, shared = hold(capability, alone)

@@ -135,7 +135,7 @@ LARGE = {
 
 @pytest.mark.slow
 def test_a_70b_config_is_inspected_in_seconds(tmp_path: Path) -> None:
-    """CPU time with room for a busy machine; `benchmarks/inspection.py` measures against the real limits."""
+    """CPU time with room for a busy machine; `benchmarks/inspect/run.py` measures against the real limits."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     code = (
         "import re, resource, sys; from rewriter.cli import main; code = main(sys.argv[1:]);"

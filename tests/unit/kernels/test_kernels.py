@@ -49,10 +49,8 @@ def test_compiled_code_moves_whole_vectors_and_spills_nothing(
     capability: int, parts: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without a GPU: 16 bytes per load and store, bf16 rounded to nearest, all in registers."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from kernel_code import compiled
-
+    from benchmarks.kernels.merge_code import compiled
     from rewriter.kernels.merge_triton import BLOCK, WARPS
 
     code = compiled(parts, size, capability)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-from repository import BENCHMARKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.collectives.formats import (
+    correlated,
+    error,
+    mean_in_two_hops,
+    mean_over_ranks,
+    normal,
+    outliers,
+    student,
+    there_and_back,
+)
 from rewriter.kernels import (
     Format,
     dequantize,
@@ -21,9 +28,6 @@ from rewriter.kernels import (
     quantize_rows,
 )
 from rewriter.kernels.blocks import hadamard
-
-sys.path.append(str(BENCHMARKS))  # the table in the docs is made with the same numbers
-from formats import correlated, error, mean_in_two_hops, mean_over_ranks, normal, outliers, student, there_and_back
 
 FORMATS = ["int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

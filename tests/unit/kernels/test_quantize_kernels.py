@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import subprocesses
 import torch
-from repository import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Found = dict[str, dict[str, float]]
@@ -81,9 +80,8 @@ def test_sums_of_payloads_are_their_specification() -> None:
 @pytest.fixture
 def code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
     """The module that compiles what a launch would."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import quantize_code
+    from benchmarks.kernels import quantize_code
 
     return quantize_code
 

@@ -266,7 +266,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_is_in_the_order_that_was_measured() -> None:
-    """benchmarks/attention_memory.py --tokens 4096. Ring and a gather that overlaps count alike, and measure 60 and 65
+    """benchmarks/attention/memory.py --tokens 4096. Ring and a gather that overlaps count alike, and measure 60 and 65
     MB. 2 × 2 without overlap is not here: it counts less than 1 × 4 × 1 without, but measures 93 MB."""
     shape = AttentionShape(16, 16, 64, 64)
     rising = [

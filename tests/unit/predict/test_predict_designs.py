@@ -3,8 +3,8 @@ in."""
 
 from __future__ import annotations
 
+import importlib
 import math
-import sys
 from collections import defaultdict
 from types import ModuleType
 from typing import Any
@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from grouped import predicting
-from repository import ROOT
-from subprocesses import load_module
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rewriter import api
@@ -180,8 +178,7 @@ def test_a_servers_interval_holds_one_more_deviation_and_the_quotient_none(model
 
 @pytest.fixture(scope="module")
 def engines() -> ModuleType:
-    sys.path.append(str(ROOT / "benchmarks"))
-    return load_module("engines", ROOT / "benchmarks" / "engines.py")
+    return importlib.import_module("benchmarks.predict.engines")
 
 
 def test_one_engines_deviation_is_found_from_pairs(engines: ModuleType) -> None:

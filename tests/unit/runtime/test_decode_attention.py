@@ -16,7 +16,6 @@ import zoo
 from attention_inputs import BATCH, EXTRAS, HEAD, LENGTH, MASKS, PADDING, check, inputs, naive
 from decode_attention_cases import SHAPES, make, written_out
 from host_reads import HostReads
-from repository import ROOT
 
 from rewriter.kernels import decode_attention
 from rewriter.runtime import Context, SlotSpec, StaticCache, attention, generate
@@ -78,9 +77,8 @@ def test_models_generate_the_same_tokens_by_the_kernels() -> None:
 @pytest.fixture
 def code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The module that compiles."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import decode_attention_code
+    from benchmarks.kernels import decode_attention_code
 
     return decode_attention_code
 

@@ -1,0 +1,143 @@
+"""docs/results/adaptation.md and its drawing, from record.json (`run.py --record`) and page.md."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.support.line_chart import line_chart
+
+HERE = Path(__file__).resolve().parent
+RECORD, TEMPLATE = HERE / "record.json", HERE / "page.md"
+DOCS = HERE.parents[1] / "docs"
+PAGE, CHART = DOCS / "results" / "adaptation.md", DOCS / "figures" / "healing.svg"
+SMOOTHED = 12  # points of a curve: each is the mean of so many parts of the run
+SLOWEST = "all weights, fp32"
+FIRST = "smollm2"  # the model of runs whose line in the drawing names none
+
+Run = dict[str, Any]
+
+
+def add(kind: str, found: Run) -> None:
+    """Put what was found into the record, in place of an older one of the same run."""
+    record = read()
+    record[kind] = [entry for entry in record.get(kind, []) if _key(entry) != _key(found)] + [found]
+    keep(record)
+
+
+def keep(record: dict[str, list[Run]]) -> None:
+    """Write the record: JSON with one line for each run, in the order of what identifies them."""
+    kinds = []
+    for kind, found in sorted(record.items()):
+        lines = [json.dumps(entry, ensure_ascii=False) for entry in sorted(found, key=_order)]
+        kinds.append(f"{json.dumps(kind)}: [\n" + ",\n".join(lines) + "\n]")
+    RECORD.write_text("{\n" + ",\n".join(kinds) + "\n}\n", encoding="utf-8")
+
+
+def read() -> dict[str, list[Run]]:
+    """What is recorded, by kind: "runs" of `rewrite adapt`, and "steps" that were timed."""
+    found: dict[str, list[Run]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
+    return found
+
+
+def _key(entry: Run) -> tuple[Any, ...]:
+    return tuple(entry.get(name) for name in ("model", "recipe", "way", "tokens", "tp"))
+
+
+def _order(entry: Run) -> list[tuple[bool, Any]]:
+    return [(value is not None, value) for value in _key(entry)]
+
+
+def write() -> None:
+    """The page and its drawing."""
+    text, drawn = page(read())
+    PAGE.write_text(text, encoding="utf-8")
+    CHART.write_text(drawn, encoding="utf-8")
+
+
+def page(record: dict[str, list[Run]]) -> tuple[str, str]:
+    """(Markdown, SVG)."""
+    runs = record["runs"]
+    own = [run for run in runs if run["way"] == "defaults"]
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        runs=_runs(own), methods=_methods(runs), answers=_answers(own), speed=_speed(record["steps"])
+    )
+    return text, chart(own)
+
+
+def above(run: Run, name: str) -> float:
+    """A loss as a share above the original's."""
+    original: float = run["losses"]["original"]
+    return float(run["losses"][name]) / original - 1
+
+
+def closed(run: Run) -> float:
+    """The share of the gap in loss that is closed."""
+    return 1 - above(run, "after") / above(run, "before")
+
+
+def _runs(runs: Sequence[Run]) -> str:
+    lines = [
+        "| recipe | ranks | tokens | rewritten | healed | of the gap | perplexity of prose | tokens/s | memory, GB |",
+        "| --- | --: | --: | --: | --: | --: | --- | --: | --: |",
+    ]
+    for run in sorted(runs, key=lambda run: (run["model"], run["recipe"], run["tokens"])):
+        cells = [f"`{run['recipe']}`, {run['model']}", str(run["tp"] or "any"), f"{run['tokens']:,}"]
+        cells += [f"+{above(run, 'before'):.1%}", f"+{above(run, 'after'):.1%}", f"{closed(run):.0%}"]
+        cells.append(" → ".join(f"{run['perplexity'][name]:,.1f}" for name in ("original", "before", "after")))
+        lines.append(
+            "| " + " | ".join([*cells, str(run["tokens_per_second"]), f"{run['peak_bytes'] / 1e9:.1f}"]) + " |"
+        )
+    return "\n".join(lines)
+
+
+def _methods(runs: Sequence[Run]) -> str:
+    """The ways of `ladder-upper-half`, beside the defaults at the same tokens."""
+    upper = [run for run in runs if run["recipe"] == "ladder-upper-half" and run["model"] == FIRST]
+    ways = Counter(run["tokens"] for run in upper)
+    lines = ["| tokens | way | loss above the original's | of the gap | tokens/s |", "| --: | --- | --: | --: | --: |"]
+    for run in sorted(upper, key=lambda run: (run["tokens"], above(run, "after"))):
+        if ways[run["tokens"]] > 1 or run["way"] != "defaults":
+            cells = [f"{run['tokens']:,}", run["way"], f"+{above(run, 'after'):.2%}", f"{closed(run):.1%}"]
+            lines.append("| " + " | ".join([*cells, str(run["tokens_per_second"])]) + " |")
+    return "\n".join(lines)
+
+
+def _answers(runs: Sequence[Run]) -> str:
+    asked = max((run for run in runs if "answers" in run), key=lambda run: run["tokens"])
+    lines = [
+        f"`{asked['recipe']}`, {asked['tokens']:,} tokens:", "",
+        "| question | original | rewritten | healed |", "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") or "–" for cell in row) + " |" for row in asked["answers"]]
+    return "\n".join(lines)
+
+
+def _speed(steps: Sequence[Run]) -> str:
+    lines = ["| | seconds of a core | × |", "| --- | --: | --: |"]
+    seconds = {way: fmean(found) for way, found in steps[-1]["seconds"].items()}
+    for way, mean in sorted(seconds.items(), key=lambda item: -item[1]):
+        lines.append(f"| {way} | {mean:.1f} | {seconds[SLOWEST] / mean:.1f} |")
+    return "\n".join(lines)
+
+
+def chart(runs: Sequence[Run]) -> str:
+    """The distance from the original while training, in % of its loss: on text of its own, a nat of KL is one of
+    loss."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for run in sorted(runs, key=lambda run: (run["model"], run["recipe"], run["tokens"])):
+        curve = run["curve"]
+        size = max(1, len(curve) // SMOOTHED)
+        parts = [curve[first : first + size] for first in range(0, len(curve), size)]
+        model = f", {run['model']}" if run["model"] != FIRST else ""
+        name = f"{run['recipe']}{model}, {run['tokens'] // 1000:,}k"
+        lines[name] = [
+            (fmean(tokens for tokens, _ in part), 100 * fmean(kl for _, kl in part) / run["losses"]["original"])
+            for part in parts
+        ]
+    title = "Healing: distance from the original, % of its loss"
+    return line_chart(title, "tokens of training (logarithmic)", "KL, % of the original's loss", lines)

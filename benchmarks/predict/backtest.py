@@ -1,0 +1,344 @@
+"""Predictions against times per token that others measured and published (benchmarks/predict/points.yaml).
+
+    python -m benchmarks.predict.backtest                  # all points, and the two pages
+    python -m benchmarks.predict.backtest --only h800      # those whose id has it; writes nothing
+    python -m benchmarks.predict.backtest --json FILE      # all figures, for tools
+
+Nothing is fitted to the points. A server's time per output token is that of a decode step at the mean context, and of
+the prefills of the other batch − 1 clients' requests that fall into one request, spread over its tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.predict.backtest_points import Design, Gain, Point, Published, read_published, traced
+from rewriter import api
+from rewriter.common.errors import RewriterError
+from rewriter.fabric import load_fabric
+from rewriter.ir import Program
+from rewriter.predict.results import Prediction
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "backtest.md"
+LEFT_OUT = PAGE.parent / "figures" / "backtest-left-out.md"
+HEADER = ("point", "published, ms", "predicted, ms", "error", "interval", "in it")
+GOALS = {"median": 0.10, "share": 0.90, "least": 0.70, "most": 0.90}  # of the issue that asked for this
+NEAR = 0.20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A point and its prediction. `seconds` per token of each sequence; `low` and `high` bound its interval of 80 %;
+    `why` says why there is no prediction, or why it is not counted."""
+
+    point: Point
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+    communication: float = 0.0
+    why: str = ""
+
+    @property
+    def error(self) -> float | None:
+        return None if self.seconds is None else self.seconds / self.point.seconds - 1
+
+    @property
+    def counted(self) -> bool:
+        return self.seconds is not None and not self.why
+
+    @property
+    def within(self) -> bool | None:
+        if self.low is None or self.high is None:
+            return None
+        return self.low <= self.point.seconds <= self.high
+
+
+class Predictions:
+    """Predictions by `rewriter.api.predict`, each made once. `what_if`: changes to the delays of all."""
+
+    def __init__(self, what_if: Sequence[str] = ()) -> None:
+        self.what_if = what_if
+        self.known: dict[tuple[object, ...], tuple[Prediction, ...]] = {}
+        self.programs: dict[tuple[str, str], Program] = {}
+
+    def of(self, job: Job, recipes: Sequence[str], batch: int, prompt: int, generate: int) -> tuple[Prediction, ...]:
+        """Of each recipe, in order."""
+        key = (job, tuple(recipes), batch, prompt, generate)
+        if key not in self.known:
+            fabric = load_fabric(job.fabric)
+            workload = api.Workload(
+                tp=job.gpus, batch=batch, prompt=prompt, generate=generate, graphed=job.graphed, compiled=job.compiled,
+                served=job.served, attention=job.design.attention, all_logits=job.design.all_logits,
+            )  # fmt: skip
+            cluster = api.Cluster(fabric, tuple(self.what_if), library_of(job, fabric.libraries))
+            whole = {"tensor_parallel.vocabulary": False} if job.design.whole_head and job.gpus > 1 else None
+            program = self.program(job.model, job.dtype)
+            self.known[key] = api.predict(program, recipes, workload, cluster, set=whole).predictions
+        return self.known[key]
+
+    def program(self, model: str, dtype: str) -> Program:
+        if (model, dtype) not in self.programs:
+            self.programs[model, dtype] = traced(model, dtype)
+        return self.programs[model, dtype]
+
+
+USUAL = Design()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What runs where. `all_reduce`: nccl, or custom, by the library that `software` names."""
+
+    model: str
+    dtype: str
+    fabric: str
+    gpus: int
+    all_reduce: str | None
+    software: str = ""
+    graphed: bool = True
+    compiled: bool = True
+    served: bool = False
+    design: Design = USUAL
+
+
+def library_of(job: Job, known: Sequence[str]) -> str | None:
+    """Whose all-reduce: NCCL's, or of the software's own kernels the nearest that the fabric has (None: its choice)."""
+    if job.all_reduce is None or not known:
+        return None
+    if job.all_reduce == "nccl":
+        return "nccl" if "nccl" in known else None
+    named = job.software.lower()
+    own = [name for name, said in (("trtllm", "tensorrt"), ("sglang", "sglang"), ("vllm", "vllm")) if said in named]
+    return next((name for name in (*own, "vllm") if name in known), None)
+
+
+def outcome(point: Point, predictions: Predictions) -> Outcome:
+    """The prediction of one point: so many decode steps and prefills per token, by what was measured."""
+    entry, source = point.entry, point.source
+    job = Job(
+        entry.model, point.dtype, source.fabric, entry.gpus, point.all_reduce, source.software,
+        source.launch == "graphed", source.compiled, source.measured == "server", source.design,
+    )  # fmt: skip
+
+    def predicted(batch: int, prompt: int, generate: int) -> Prediction:
+        return predictions.of(job, [entry.recipe], batch, prompt, generate)[0]
+
+    context = entry.generate // 2 if source.cache == "paged" else entry.generate - 1
+    try:
+        step = predicted(entry.batch, entry.prompt + context, 1)
+    except RewriterError as error:
+        return Outcome(point, why=str(error).partition(". ")[0])
+    steps, prefills, first = 1.0, 0.0, step
+    if source.measured == "generation":
+        first = predicted(entry.batch, entry.prompt, entry.generate)
+        steps, prefills = (entry.generate - 1) / entry.generate, 1 / entry.generate
+    elif source.measured == "server" and entry.batch > 1:
+        first, prefills = predicted(1, entry.prompt, 1), (entry.batch - 1) / entry.generate
+    low, high = bounds(step, steps, first, prefills)
+    why = entry.not_counted or ""
+    if point.dtype == "float8" and any("not simulated" in note for note in step.notes):
+        why = "weights of 8 bits are not simulated: they count as bf16"
+    seconds = step.seconds_per_token * steps + first.prefill.seconds * prefills
+    return Outcome(point, seconds, low, high, step.exposed_communication_seconds_per_token, why)
+
+
+@dataclass(frozen=True)
+class GainOutcome:
+    """A gain and its prediction. `saved`: seconds per token by which the recipe is faster."""
+
+    gain: Gain
+    predicted: float
+    saved: float
+
+    @property
+    def difference(self) -> float:
+        return self.predicted - self.gain.value
+
+
+def gain_outcome(gain: Gain, predictions: Predictions) -> GainOutcome:
+    """The prediction of one gain."""
+    job = Job(gain.model, "bfloat16", gain.fabric, gain.gpus, gain.all_reduce, design=gain.design)
+    recipes = ["tensor-parallel", gain.recipe]
+    standard, other = predictions.of(job, recipes, gain.batch, gain.prompt, gain.generate)
+    saved = gain.batch / standard.tokens_per_second - gain.batch / other.tokens_per_second
+    return GainOutcome(gain, other.speedup, saved)
+
+
+def bounds(
+    step: Prediction, steps: float, first: Prediction, prefills: float
+) -> tuple[float, float] | tuple[None, None]:
+    """The interval of 80 % of so many decode steps and prefills, which are off together: kernels are the same."""
+    if step.seconds_per_token_interval is None or first.prefill_interval is None:
+        return None, None
+    pairs = zip(step.seconds_per_token_interval, first.prefill_interval, strict=True)
+    low, high = (decode * steps + prefill * prefills for decode, prefill in pairs)
+    return low, high
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures over counted points. `coverage` is None where predictions have no intervals."""
+
+    points: int
+    devices: int
+    median: float
+    share: float
+    mean_signed: float
+    coverage: float | None
+
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome]) -> Summary | None:
+        counted = [one for one in outcomes if one.counted]
+        errors = [one.error for one in counted if one.error is not None]
+        if not errors:
+            return None
+        inside = [one.within for one in counted if one.within is not None]
+        return cls(
+            len(errors), len({load_fabric(one.point.source.fabric).device.name for one in counted}),
+            statistics.median(abs(e) for e in errors), sum(abs(e) <= NEAR for e in errors) / len(errors),
+            statistics.fmean(errors), sum(inside) / len(inside) if inside else None,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        covered = "no intervals" if self.coverage is None else f"{self.coverage:.0%} within their intervals of 80 %"
+        return (
+            f"{self.points} points on {self.devices} devices: median |error| {self.median:.1%}, "
+            f"{self.share:.0%} within 20 %, mean error {self.mean_signed:+.1%}, {covered}"
+        )
+
+
+def row(one: Outcome) -> list[str]:
+    """id, published, predicted, error, interval, whether the truth lies in it, and why it does not count."""
+    ms = "—" if one.seconds is None else f"{one.seconds * 1e3:.2f}"
+    error = "—" if one.error is None else f"{one.error:+.1%}"
+    bounds = "—" if one.low is None or one.high is None else f"{one.low * 1e3:.2f} to {one.high * 1e3:.2f}"
+    inside = {None: "—", True: "yes", False: "no"}[one.within]
+    return [one.point.entry.id, f"{one.point.seconds * 1e3:.2f}", ms, error, bounds, inside, one.why]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell for cell in line) + " |" for line in lines)
+
+
+def groups(outcomes: Sequence[Outcome]) -> list[tuple[str, Summary]]:
+    """Summaries by fabric, number of GPUs, batch and software."""
+    keys = {
+        "fabric": lambda o: o.point.source.fabric,
+        "measured": lambda o: o.point.source.measured,
+        "GPUs": lambda o: str(o.point.entry.gpus),
+        "batch": lambda o: "1" if o.point.entry.batch == 1 else "2–16" if o.point.entry.batch <= 16 else "over 16",
+        "dtype": lambda o: "8 bits" if o.point.dtype == "float8" else "16 bits",
+        "source": lambda o: o.point.source.name,
+    }
+    found = []
+    for what, key in keys.items():
+        for value in sorted({key(one) for one in outcomes}):
+            summary = Summary.of(one for one in outcomes if key(one) == value)
+            if summary is not None:
+                found.append((f"{what} {value}", summary))
+    return found
+
+
+def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
+    """docs/results/backtest.md."""
+    kinds = [
+        [name, str(s.points), f"{s.median:.1%}", f"{s.share:.0%}", f"{s.mean_signed:+.1%}",
+         "—" if s.coverage is None else f"{s.coverage:.0%}"] for name, s in groups(outcomes)
+    ]  # fmt: skip
+    parts = [
+        "# Predictions against what others measured",
+        "`python -m benchmarks.predict.backtest` writes this page. Its points are public figures by others, each "
+        "quoted with its source in [points.yaml](../../benchmarks/predict/points.yaml). Nothing is fitted to them. "
+        "Times are per token of each sequence. [How a gain is predicted](../concepts/prediction.md) says how predictions are made; "
+        "[Left out of the backtest](../figures/backtest-left-out.md) has what does not count, and why.",
+        f"**{Summary.of(outcomes)}.**",
+        "An error below 0 is a prediction that is too fast. A *step* is one decode step, a *generation* a prefill and "
+        "its steps, a *server*'s figure its time per output token, scheduler included: a step at the mean context, and "
+        "the prefills of other clients' requests that fall between. Its interval also holds what servers differ in "
+        "beyond kernels.",
+        table(["points", "number", "median abs. error", "within 20 %", "mean error", "in intervals"], kinds),
+        "## Gains",
+        "Tokens per second over those of standard tensor parallelism, with NCCL, prefill included; the difference is "
+        "in points of 1 %. Both are predicted in the design of Ladder Residual's code, which is gpt-fast's: embedding "
+        "and head whole on every rank, attention that is no fused kernel, logits of the whole prompt. *saves* is per "
+        "token.",
+        table(
+            ["recipe, model, fabric", "GPUs", "batch", "published", "predicted", "difference",
+             "saves, ms", "predicted"],
+            [[f"{g.gain.recipe}, {g.gain.model}, `{g.gain.fabric}`", str(g.gain.gpus), str(g.gain.batch),
+              f"{g.gain.value:.3f}", f"{g.predicted:.3f}", f"{g.difference * 100:+.1f}",
+              "—" if g.gain.saved is None else f"{g.gain.saved * 1e3:.2f}", f"{g.saved * 1e3:.2f}"] for g in gains],
+        ),
+        "## Points",
+    ]  # fmt: skip
+    for source in dict.fromkeys(one.point.source.name for one in outcomes):
+        mine = [one for one in outcomes if one.point.source.name == source and one.counted]
+        if mine:
+            s = mine[0].point.source
+            what = f"{s.device} (`{s.fabric}`), {s.software}; {s.measured}. {s.where}, {s.date}. {s.notes}"
+            parts += [f"**{source}**: {what}", table(HEADER, [row(one)[:6] for one in mine])]
+    return "\n\n".join(parts) + "\n"
+
+
+def left_out(outcomes: Sequence[Outcome], published: Published) -> str:
+    """docs/figures/backtest-left-out.md."""
+    parts = [
+        "# Left out of the backtest",
+        "`python -m benchmarks.predict.backtest` writes this page, too: public figures that do not count in the "
+        "[backtest](../results/backtest.md), and why.",
+    ]
+    if apart := [one for one in outcomes if not one.counted]:
+        parts += ["## Not counted", table([*HEADER[:4], "why"], [[*row(one)[:4], one.why] for one in apart])]
+    parts += [
+        "## Rejected",
+        "What was read and left out, before it was predicted:",
+        table(["figures", "why"], [[one.what, one.why] for one in published.rejected]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="points whose id has this text")
+    parser.add_argument("--what-if", action="append", default=[], help="as rewrite predict's")
+    parser.add_argument("--json", type=Path, help="write all figures to FILE")
+    options = parser.parse_args()
+    published, predictions = read_published(), Predictions(options.what_if)
+    outcomes = []
+    for point in published.points:
+        if options.only in point.entry.id:
+            outcomes.append(outcome(point, predictions))
+            cells = row(outcomes[-1])
+            print(f"{cells[0]:56} {cells[1]:>8} {cells[2]:>8} {cells[3]:>8}  {cells[4]:18} {cells[5]:4} {cells[6]}")
+            sys.stdout.flush()
+    gains = []
+    for gain in published.gains:
+        if options.only in gain.id:
+            gains.append(found := gain_outcome(gain, predictions))
+            print(f"{gain.id:56} {gain.value:8.3f} {found.predicted:8.3f} {found.difference * 100:+8.1f}", flush=True)
+    for name, part in groups(outcomes):
+        print(f"{name:45} {part}")
+    print(Summary.of(outcomes) or "no point was counted")
+    if options.json:
+        records: list[dict[str, Any]] = [
+            {"id": o.point.entry.id, "published": o.point.seconds, "predicted": o.seconds, "low": o.low,
+             "high": o.high, "error": o.error, "exposed": o.communication, "why": o.why}
+            for o in outcomes
+        ]  # fmt: skip
+        records += [{"id": one.gain.id, "published": one.gain.value, "predicted": one.predicted} for one in gains]
+        options.json.write_text(json.dumps(records, indent=1), encoding="utf-8")
+    if not options.only and not options.what_if:
+        PAGE.write_text(page(outcomes, gains), encoding="utf-8")
+        LEFT_OUT.write_text(left_out(outcomes, published), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
