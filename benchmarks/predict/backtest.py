@@ -257,8 +257,9 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
         "# Predictions against what others measured",
         "`python -m benchmarks.predict.backtest` writes this page. Its points are public figures by others, each "
         "quoted with its source in [points.yaml](../../benchmarks/predict/points.yaml). Nothing is fitted to them. "
-        "Times are per token of each sequence. [How a gain is predicted](../concepts/prediction.md) says how predictions are made; "
-        "[Left out of the backtest](../figures/backtest-left-out.md) has what does not count, and why.",
+        "Times are per token of each sequence. [How a gain is predicted](../concepts/prediction.md) says how "
+        "predictions are made; [Left out of the backtest](../figures/backtest-left-out.md) has what does not count, "
+        "and why.",
         f"**{Summary.of(outcomes)}.**",
         "An error below 0 is a prediction that is too fast. A *step* is one decode step, a *generation* a prefill and "
         "its steps, a *server*'s figure its time per output token, scheduler included: a step at the mean context, and "

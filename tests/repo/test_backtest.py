@@ -65,7 +65,7 @@ def test_there_are_as_many_points_as_the_page_needs(published: Any) -> None:
 
 
 def test_models_are_known(published: Any) -> None:
-    models = sys.modules["backtest_points"].read_models()
+    models = sys.modules["benchmarks.predict.backtest_points"].read_models()
     assert {entry.model for entry in entries(published)} <= set(models)
 
 
@@ -82,7 +82,7 @@ def test_models_are_known(published: Any) -> None:
 def test_a_file_that_lacks_something_is_refused(
     change: Any, said: str, backtest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules["backtest_points"]
+    module = sys.modules["benchmarks.predict.backtest_points"]
     data = yaml.safe_load(module.POINTS.read_text(encoding="utf-8"))
     change(data["sources"][0])
     monkeypatch.setattr(module, "POINTS", tmp_path / "points.yaml")
@@ -95,7 +95,7 @@ def test_points_of_each_kind_are_predicted(
     backtest: ModuleType, published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two layers of the models, so that it takes seconds."""
-    module = sys.modules["backtest_points"]
+    module = sys.modules["benchmarks.predict.backtest_points"]
     shallow = {name: {**fields, "num_hidden_layers": 2} for name, fields in module.read_models().items()}
     monkeypatch.setattr(module, "read_models", lambda: shallow)
     predictions = backtest.Predictions()
