@@ -216,7 +216,7 @@ def inspect(
     tokens: int | None = None,
     context: RunContext = RunContext(),
 ) -> Inspection:
-    """What a model reads, writes and communicates, and what a recipe would change, from its config alone.
+    """Reads, writes and communication of a model, and the changes that a recipe would make, from its config alone.
 
     With `sp` ranks that share the tokens of a sequence: for sequences of `tokens`.
     """
@@ -236,7 +236,7 @@ def predict(
     set: Mapping[str, Any] | None = None,
     context: RunContext = RunContext(),
 ) -> RecipeComparison:
-    """What recipes gain on a cluster, without one: seconds, tokens per second and exposed communication of each.
+    """Gains of recipes on a cluster, without one: seconds, tokens per second and exposed communication of each.
 
     predict("config.json", ["ladder"], Workload(tp=8, prompt=4096), Cluster("pcie-gen4")).predictions
 
@@ -393,7 +393,7 @@ def generate(
     on_text: Callable[[int, str, Generation | None], None] = lambda *_: None,
     context: RunContext = RunContext(),
 ) -> list[Generation]:
-    """What follows each of `prompts`, one after another, on as many ranks as the manifest names, or on `tp` of them.
+    """Texts that continue `prompts`, one after another, on as many ranks as the manifest names, or on `tp` of them.
 
     A prompt is a text to continue, or the messages of a conversation, which the tokenizer's chat template makes one.
     It ends with the model's end of sequence, after `max_new_tokens`, or at the first of the strings `stop`. At

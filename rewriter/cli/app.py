@@ -15,22 +15,17 @@ import typer
 
 from rewriter.cli import (
     adapt,
-    bisect,
     convert,
     coverage,
-    diff,
     doctor,
-    export,
+    explain,
     fabrics,
     generate,
-    inspect,
+    outputs,
     predict,
     recipes,
-    refresh,
-    reshard,
     search,
     serve,
-    verify,
 )
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.processes import end_with_job, leaving_on_signals, report
@@ -67,27 +62,24 @@ commands = typer.Typer(
 conversion = typer.Typer(**_PLAIN)
 
 conversion.command(options_metavar="--recipe NAME [OPTIONS]")(convert.convert)
-commands.command(short_help="Show what a model or a recipe communicates.")(inspect.inspect)
+commands.command(short_help="Show what a model or a recipe communicates.")(explain.inspect)
 commands.command(short_help="Predict what recipes gain on a cluster.")(predict.predict)
 commands.command(short_help="Search the fastest mix of rewrites that a model bears.")(search.search)
 commands.add_typer(recipes.app, name="recipes", short_help="List, show or check recipes.")
 commands.add_typer(fabrics.app, name="fabrics", short_help="List, show or measure fabrics.")
 commands.command(short_help="Fine-tune a written output.")(adapt.adapt)
 commands.command(short_help="Try every rewrite on every model type.")(coverage.coverage)
-commands.command(short_help="Check a written output again.")(verify.verify)
-commands.command(short_help="Compare an output with its source, or two.")(diff.diff)
-commands.command(short_help="Find where a computation goes wrong.")(bisect.bisect)
-commands.command(short_help="Add a module for another number of ranks.")(reshard.reshard)
-commands.command(short_help="Write an output's code anew.")(refresh.refresh)
+commands.command(short_help="Check a written output again.")(outputs.verify)
+commands.command(short_help="Compare an output with its source, or two.")(explain.diff)
+commands.command(short_help="Find where a computation goes wrong.")(explain.bisect)
+commands.command(short_help="Add a module for another number of ranks.")(outputs.reshard)
+commands.command(short_help="Write an output's code anew.")(outputs.refresh)
 commands.command(short_help="Continue a text on real ranks.")(generate.generate)
 commands.command(short_help="Serve an output by vLLM or transformers.", options_metavar="[OPTIONS]")(serve.serve)
-commands.command(short_help="Write an output as ONNX.")(export.export)
+commands.command(short_help="Write an output as ONNX.")(outputs.export)
 commands.command(short_help="Show what works on this machine.")(doctor.doctor)
 
-COMMANDS = (
-    "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "diff", "bisect", "reshard",
-    "refresh", "generate", "serve", "export", "doctor",
-)  # fmt: skip
+COMMANDS = tuple(typer.main.get_command(commands).commands)  # type: ignore[attr-defined]
 
 
 def _print_version(wanted: bool) -> None:
@@ -140,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _missing_package(error: Exception) -> str | None:
-    """What to install, where an error is that of a package which is not here; transformers says it in its own words."""
+    """The package to install, if an error says that one is missing; transformers has a text for its own."""
     if not isinstance(error, ImportError):
         return None
     name, text = (error.name or "").partition(".")[0], " ".join(str(error).split())

@@ -98,7 +98,7 @@ def parse_degrees(text: str) -> list[int]:
 
 
 def default_output(model: str, recipe: str, tp: int | Sequence[int], sp: int = 1) -> Path:
-    """Where the result goes without --out: `tiny-llama-long-context-sp4-tp2` in the current directory."""
+    """The place of a result without --out: `tiny-llama-long-context-sp4-tp2` in the current directory."""
     tp = tp if isinstance(tp, int) else 1
     name = Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rsplit("/", 1)[-1]
     return Path(f"{name}-{Path(recipe).stem}" + f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1))

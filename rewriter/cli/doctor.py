@@ -14,12 +14,12 @@ def doctor(json: options.Json = False) -> None:
     """
     from rewriter.doctor.report import examine
 
-    found = examine()
+    machine = examine()
     if json:
-        typer.echo(found.to_json())
+        typer.echo(machine.to_json())
     else:
         from rich.console import Console
 
-        Console(highlight=False).print(found)
-    if not found.ok:
+        Console(highlight=False).print(machine)
+    if not machine.ok:
         raise typer.Exit(2)

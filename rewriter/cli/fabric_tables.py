@@ -18,13 +18,13 @@ from rewriter.fabric.overlap import SHARES
 from rewriter.fabric.tables import SOURCE, table_errors
 
 
-def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
+def print_fabrics(shown: Sequence[Fabric], as_json: bool) -> None:
     """One line each: what it is, and whether it was measured."""
     if as_json:
-        typer.echo(json_text([_header(one) | {"median_error": _error(one)} for one in found], indent=2))
+        typer.echo(json_text([_header(one) | {"median_error": _error(one)} for one in shown], indent=2))
         return
     table = plain_table(None, "fabric", "what it is", "collectives of", "error", whole=("fabric",), **WIDE)
-    for one in found:
+    for one in shown:
         mark = "[yellow]modelled[/]  " if one.modelled else ""
         libraries = ", ".join(one.libraries) or "formulas"
         table.add_row(f"[bold]{one.name}[/]", mark + escape(one.summary), libraries, _percent(_error(one)))
@@ -128,11 +128,11 @@ def _kernels(fabric: Fabric) -> dict[str, Any] | None:
     table = kernel_table(fabric.device.kernels)
     rows = []
     for what, errors in table.errors().items():
-        found = sorted(errors.tolist())
-        most = found[int(0.9 * (len(found) - 1))]
+        ordered = sorted(errors.tolist())
+        most = ordered[int(0.9 * (len(ordered) - 1))]
         rows.append(
-            {"what": what, "points": len(found), "median_error": statistics.median(found), "most_error": most,
-             "worst_error": found[-1]}
+            {"what": what, "points": len(ordered), "median_error": statistics.median(ordered), "most_error": most,
+             "worst_error": ordered[-1]}
         )  # fmt: skip
     return {"table": table.name, "errors": rows}
 

@@ -70,8 +70,8 @@ def _note_damage(directory: Path) -> None:
     from rewriter.output.manifest import damage, healing, read_manifest
     from rewriter.output.names import MANIFEST
 
-    if (directory / MANIFEST).is_file() and (found := damage(read_manifest(directory))) is not None:
-        typer.echo(f"note: not healed: {found}. Heal it: {healing(directory)}", err=True)
+    if (directory / MANIFEST).is_file() and (harm := damage(read_manifest(directory))) is not None:
+        typer.echo(f"note: not healed: {harm}. Heal it: {healing(directory)}", err=True)
 
 
 class Display:
@@ -121,19 +121,19 @@ def _read_json_lines(file: Path) -> list[Any]:
     from rewriter.adapt.examples import Faults, read_examples
 
     faults = Faults()
-    found: list[Any] = []
+    prompts: list[Any] = []
     for place, example in read_examples(file, faults):
         text, messages = example.get("text"), example.get("messages")
         if isinstance(text, str) and messages is None:
-            found.append(text)
+            prompts.append(text)
         elif text is None and _asks(messages):
-            found.append(messages)
+            prompts.append(messages)
         else:
             faults.add(place, "neither a text nor messages that end with the user's or a tool's")
     faults.check()
-    if not found:
+    if not prompts:
         raise RewriterError(f"--prompts {file}: it is empty. Give a file with one JSON object per line.")
-    return found
+    return prompts
 
 
 def _asks(messages: Any) -> bool:

@@ -99,7 +99,7 @@ SearchText = Annotated[
     _File("--calibration", help="Text to measure on, its end held out. Without it: one that the model writes itself."),
 ]
 SearchedRecipe = Annotated[
-    Path | None, _File("--out", help="The recipe that is found. Without it: MODEL-FABRIC-tpN.yaml here.")
+    Path | None, _File("--out", help="The recipe that the search finds. Without it: MODEL-FABRIC-tpN.yaml here.")
 ]
 SearchState = Annotated[
     Path | None,

@@ -77,24 +77,24 @@ def predict(
     cluster = Cluster(fabric, tuple(what_if or ()), library)
     context = RunContext(trust_remote_code=trust_remote_code)
     if measure:
-        found = api.measure(model, recipe, workload, cluster, wire=wire, context=context)
+        comparison = api.measure(model, recipe, workload, cluster, wire=wire, context=context)
     else:
-        found = api.predict(model, recipe, workload, cluster, pareto=pareto, baselines=True, context=context)
+        comparison = api.predict(model, recipe, workload, cluster, pareto=pareto, baselines=True, context=context)
     if validate and (what_if or nodes is not None):
         note = "--validate leaves out --nodes and --what-if: real ranks run on this machine as it is"
         typer.echo(f"note: {note}", err=True)
     here, alone = replace(workload, nodes=None), replace(cluster, what_if=())
     validation = api.validate(model, recipe, here, alone, context=context) if validate else None
     if html is not None:
-        _write_page(html, found, validation, fabric, command.obj or [])
+        _write_page(html, comparison, validation, fabric, command.obj or [])
     if json:
-        _print_json(found, validation)
+        _print_json(comparison, validation)
     else:
-        _print_tables(found, validation, pareto, html)
+        _print_tables(comparison, validation, pareto, html)
 
 
 def _write_page(
-    file: Path, found: RecipeComparison, validation: Validation | None, fabric: str, words: Sequence[str]
+    file: Path, comparison: RecipeComparison, validation: Validation | None, fabric: str, words: Sequence[str]
 ) -> None:
     from rewriter.cli.fabric_tables import figures_of
     from rewriter.common.files import write_text
@@ -102,30 +102,30 @@ def _write_page(
     from rewriter.show.predict_page import predict_page
 
     figures = [(row["figure"], row["text"], row["source"]) for row in figures_of(load_fabric(fabric))]
-    write_text(file, predict_page(found, shlex.join(["rewrite", *words]), figures, validation), "--html")
+    write_text(file, predict_page(comparison, shlex.join(["rewrite", *words]), figures, validation), "--html")
 
 
-def _print_json(found: RecipeComparison, validation: Validation | None) -> None:
+def _print_json(comparison: RecipeComparison, validation: Validation | None) -> None:
     from rewriter.predict.results import to_json
 
-    objects = to_json(found)
+    objects = to_json(comparison)
     if validation is not None:
         objects = [
             one if one["baseline"] else {**one, "validation": validation.of(one["recipe"])}  # baselines do not run
             for one in objects
         ]
     typer.echo(json_text(objects, indent=2))
-    for entry in found.skipped:
+    for entry in comparison.skipped:
         typer.echo(f"warning: {entry.recipe}: not predicted. {entry.reason}", err=True)
 
 
-def _print_tables(found: RecipeComparison, validation: Validation | None, pareto: bool, html: Path | None) -> None:
+def _print_tables(comparison: RecipeComparison, validation: Validation | None, pareto: bool, html: Path | None) -> None:
     from rich.console import Console
 
     from rewriter.show.predict_tables import ComparisonReport
 
     console = Console(highlight=False)
-    console.print(ComparisonReport(found, pareto))
+    console.print(ComparisonReport(comparison, pareto))
     if validation is not None:
         console.print()
         console.print(validation)

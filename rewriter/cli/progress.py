@@ -1,4 +1,4 @@
-"""What `rewrite` shows while it works: one line on a terminal's stderr, nothing in a log."""
+"""Progress of `rewrite`: one line on a terminal's stderr, nothing in a log."""
 
 from __future__ import annotations
 

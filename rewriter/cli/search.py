@@ -62,20 +62,20 @@ def search(
     with ProgressLine() as progress:
         from rewriter import api
 
-        found = api.search(
+        result = api.search(
             model, Workload(batch, prompt, generate, graphed, tp, sp, nodes),
             Cluster(fabric, tuple(what_if or ()), library), loss=budget, text=text, seed=seed, state=kept,
             context=RunContext(progress, trust_remote_code),
         )  # fmt: skip
-    write_text(recipe, found.recipe, "--out")
+    write_text(recipe, result.recipe, "--out")
     if html is not None:
         from rewriter.show.search_page import search_page
 
-        write_text(html, search_page(found, shlex.join(["rewrite", *(context.obj or [])])), "--html")
+        write_text(html, search_page(result, shlex.join(["rewrite", *(context.obj or [])])), "--html")
     if json:
-        typer.echo(json_text({**found.to_json(), "file": str(recipe)}, indent=2))
+        typer.echo(json_text({**result.to_json(), "file": str(recipe)}, indent=2))
         return
-    _print(found, model, recipe, html)
+    _print(result, model, recipe, html)
 
 
 def parse_share(text: str) -> float:
@@ -90,13 +90,13 @@ def _name(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _print(found: SearchResult, model: str, recipe: Path, html: Path | None) -> None:
+def _print(result: SearchResult, model: str, recipe: Path, html: Path | None) -> None:
     from rich.console import Console
 
     from rewriter.show.search_tables import SearchReport
 
-    Console(highlight=False).print(SearchReport(found))
+    Console(highlight=False).print(SearchReport(result))
     if html is not None:
         typer.echo(f"\nwrote {html}")
-    ranks = "".join(f" --{axis} {count}" for axis, count in found.ranks.items() if count > 1)
+    ranks = "".join(f" --{axis} {count}" for axis, count in result.ranks.items() if count > 1)
     typer.echo(f"\nwrote {recipe}\n  rewrite {shlex.join([model])} --recipe {shlex.join([str(recipe)])}{ranks}")
