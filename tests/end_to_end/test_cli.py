@@ -144,7 +144,7 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
     words = (
         "m --recipe r.yaml --out o --tp 8 --sp 4 --set ladder.layers=last:20 --set a.b=[1,2] --dtype bf16 --verify full"
     )
-    flags = "--dry-run --resume --link --materialize --dequantize --drop-unused --trust-remote-code --json"
+    flags = "--dry-run --resume --materialize --dequantize --drop-unused --trust-remote-code --json"
     assert main([*words.split(), *flags.split()]) == 0
     [(_, args, options)] = api.calls
     assert args == ("m", "r.yaml")
@@ -158,12 +158,14 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
         "verify": "full",
         "dry_run": True,
         "resume": True,
-        "link": True,
+        "link": False,
         "materialize": True,
         "dequantize": True,
         "drop_unused": True,
         "trust_remote_code": True,
     }
+    assert main(["m", "--recipe", "r.yaml", "--link"]) == 0
+    assert api.calls[1][2]["link"]
 
 
 @pytest.mark.parametrize(
