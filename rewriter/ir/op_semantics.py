@@ -7,7 +7,7 @@ data, which are the factors of a product, which hold the sizes of the result. Ar
 
 To add an operator, find the kind below that describes it and add its overload to that row. If no analysis may look
 through it, leave it out: every reader refuses an operator that has no row. Operators that torch tags as pointwise need
-no row, unless `function` has to tell which one it is. A new kind needs a line in `Kind` and a rule in `token_rules`.
+no row, unless `function` has to tell which one it is. A new kind needs a line in `Kind` and a rule in `token_locality`.
 """
 
 from __future__ import annotations

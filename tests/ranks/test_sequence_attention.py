@@ -32,8 +32,7 @@ from torch._dynamo.utils import counters
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir.ops import MaskSpec, SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import impossible
+from rewriter.passes.sequence.distributed_attention import AttentionShape, impossible
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention import tiles
 from rewriter.runtime.attention.mesh import AttentionMesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from rewriter.fabric import Device, Fabric, Link
-from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import AttentionShape
 
 WIDE = 10**9  # head size: log-sum-exps vanish beside it
 

@@ -13,8 +13,7 @@ from rewriter.fabric import load_fabric
 from rewriter.ir import Program, args_of, nodes_inside, ops
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.ir.marks import marks
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import messages, slowest
+from rewriter.passes.sequence.distributed_attention import AttentionShape, messages, slowest
 from rewriter.passes.sequence.sequence_plans import TOKENS, Setting
 
 AXIS = "sp"

@@ -11,10 +11,16 @@ from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link, load_fabric
 from rewriter.ir.ops import SequenceKind, SequencePlan
 from rewriter.ir.sequence_plan import KINDS, Grid
-from rewriter.passes.sequence.attention_shape import AttentionShape, Axis, WireBytes
-from rewriter.passes.sequence.distributed_attention import ALGORITHMS, impossible, slowest, wire_bytes
-from rewriter.passes.sequence.sequence_bound import lower_bound
-from rewriter.passes.sequence.sequence_costs import AttentionSeconds, channels, memory, seconds
+from rewriter.passes.sequence.distributed_attention import (
+    ALGORITHMS,
+    AttentionShape,
+    Axis,
+    WireBytes,
+    impossible,
+    slowest,
+    wire_bytes,
+)
+from rewriter.passes.sequence.sequence_costs import AttentionSeconds, channels, lower_bound, memory, seconds
 
 Shapes = AttentionShape | Sequence[AttentionShape]
 

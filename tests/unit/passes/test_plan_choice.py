@@ -12,8 +12,7 @@ from plan_cases import WIDE, drawn, uniform
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import load_fabric
 from rewriter.ir.ops import SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.passes.sequence.sequence_costs import memory
 from rewriter.passes.sequence.sequence_plans import Setting, choose, cost, plans
 

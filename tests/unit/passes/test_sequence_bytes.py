@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from attention_cases import RANKS, chosen
 
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.passes.sequence.sequence_costs import memory
 
 

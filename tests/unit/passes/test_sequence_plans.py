@@ -13,10 +13,15 @@ from plan_cases import DEVICE, WIDE, drawn, uniform
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link
 from rewriter.ir.ops import SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import ALGORITHMS, impossible, messages, moves, wire_bytes
-from rewriter.passes.sequence.sequence_bound import lower_bound
-from rewriter.passes.sequence.sequence_costs import memory
+from rewriter.passes.sequence.distributed_attention import (
+    ALGORITHMS,
+    AttentionShape,
+    impossible,
+    messages,
+    moves,
+    wire_bytes,
+)
+from rewriter.passes.sequence.sequence_costs import lower_bound, memory
 from rewriter.passes.sequence.sequence_plans import Setting, cost, plans
 
 
