@@ -54,7 +54,7 @@ class MaskSpec:
 
     @property
     def shifts(self) -> bool:
-        """What two positions see of each other changes where both are shifted alike."""
+        """True if visibility between two positions changes where both are shifted by the same distance."""
         return self.kind == "chunk"
 
     def unbounded(self, length: int) -> bool:

@@ -120,8 +120,9 @@ def parameters_of(module: Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 class PythonCall:
     """The call of a child in the source's layer, in Python, for printing a Hugging Face layer from the wiring.
 
-    `args` and `kwargs` are trees whose leaves are constants, `Input(i)` (the node's i-th argument) or `LayerArgument`.
-    `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned tuple.
+    `args` and `kwargs` are trees whose leaves are constants, `ChildInput(i)` (the node's i-th argument) or
+    `LayerArgument`. `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned
+    tuple.
     """
 
     args: tuple[Any, ...]
@@ -131,7 +132,7 @@ class PythonCall:
 
 
 @dataclass(frozen=True)
-class Input:
+class ChildInput:
     index: int
 
 

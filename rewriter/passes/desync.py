@@ -289,7 +289,7 @@ class _PerRankStream:
         return {of: self._late(of, operator.getitem, pieces, i) for i, of in enumerate(parts)}
 
     def _normed(self, write: fx.Node, total: fx.Node) -> fx.Node:
-        """What `write` makes of its `total`; ranks agree on it where the norm is given parts of it, too, or was by an
+        """Value of `write` for its `total`; ranks agree on it where the norm is given parts of it, too, or was by an
         earlier pass."""
         if write not in self.waiting and write.target is not ops.agreed:
             return made_of(write, total)

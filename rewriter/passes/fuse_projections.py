@@ -146,7 +146,7 @@ class _Fuser:
 
     def fuse(self) -> None:
         """Fuse inside of every body of a layer; alike layers share the result."""
-        done: dict[int, Fused] = {}
+        done: dict[int, FusedBody] = {}
         tied = {*self.program.ties, *self.program.ties.values()}
         for node in self.graph.nodes:
             path, body = str(node.target), called_module(node, self.modules)
@@ -183,7 +183,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedBody:
     """A body after fusion, what was fused, and in words what was left apart."""
 
     body: Body
@@ -191,7 +191,7 @@ class Fused:
     notes: tuple[str, ...] = ()
 
 
-def fuse_entries(body: Body, parameters: Mapping[str, Parameter]) -> Fused:
+def fuse_entries(body: Body, parameters: Mapping[str, Parameter]) -> FusedBody:
     """`body` where the projections of one value are one projection and a split; also inside of its children.
 
     `parameters` are those of the body by their names in it.
@@ -213,8 +213,8 @@ def fuse_entries(body: Body, parameters: Mapping[str, Parameter]) -> Fused:
             fusions += [Fusion(f"{path}.{f.name}", tuple(f"{path}.{p}" for p in f.parts), f.dim) for f in inner.fusions]
             notes += [f"{path}: {note}" for note in inner.notes]
     if not fusions:
-        return Fused(body, (), tuple(notes))
-    return Fused(replace(body, graph=graph, modules=modules), tuple(fusions), tuple(notes))
+        return FusedBody(body, (), tuple(notes))
+    return FusedBody(replace(body, graph=graph, modules=modules), tuple(fusions), tuple(notes))
 
 
 def below(parameters: Mapping[str, Parameter], path: str) -> dict[str, Parameter]:

@@ -275,7 +275,7 @@ class ModelTracer:
             graph.erase_node(node)
 
     def _find_static(self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None]) -> None:
-        """Which tensors of the layers' calls depend on lengths alone, and how to evaluate them."""
+        """Record the tensors of the layers' calls that depend on lengths alone, with their evaluation."""
         static = self.body_tracer.static_graph(graph, used, "", {})
         for node in graph.nodes:
             if node.op == "call_module" and (index := layer_number(str(node.target))) is not None:
@@ -303,7 +303,7 @@ class ModelTracer:
         return tuple(hashlib.sha256(value.tobytes()).hexdigest() for value in values)
 
     def _static(self, call: Recorded) -> str:
-        """What of a call decides how it traces: constants by value, tensors by shape."""
+        """The parts of a call that decide how it traces: constants by value, tensors by shape."""
         leaves = leaves_with_paths((call.args, call.kwargs))
         return repr([(p, self.example.symbolic(x.shape) if isinstance(x, torch.Tensor) else x) for p, x in leaves])
 
@@ -375,7 +375,7 @@ class ModelTracer:
 
 
 class _OtherResult:
-    """What a layer returns besides the hidden state: a wiring has no place for it, so nothing may read it."""
+    """A result of a layer besides the hidden state: a wiring has no place for it, so nothing may read it."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -391,7 +391,7 @@ def _refuse_other_results(path: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
-    """Which of the tensors that a child returns the layer uses, by their order; None: all of them.
+    """The tensors of those that a child returns which the layer uses, by their order; None: all of them.
 
     What a layer only passes on beside its hidden state (attention weights) is not used.
     """
@@ -429,8 +429,8 @@ def residual_input(body: Body) -> int | None:
         return None
     inputs = [n for n in body.graph.nodes if n.op == "placeholder" and n.target != "ctx"]
     operands = [n for n in args_of(total) if isinstance(n, fx.Node)]
-    found = [n for n in operands if n in inputs[1:] and len(n.users) == 1]
-    return inputs.index(found[0]) if len(found) == 1 and len(operands) == 2 else None
+    residuals = [n for n in operands if n in inputs[1:] and len(n.users) == 1]
+    return inputs.index(residuals[0]) if len(residuals) == 1 and len(operands) == 2 else None
 
 
 def without_residual(body: Body, place: int) -> Body:

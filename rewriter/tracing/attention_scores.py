@@ -152,15 +152,15 @@ class Scores:
         """A Python number, or a static tensor of one element, as a number."""
         if isinstance(x, (int, float)):
             return float(x)
-        found = self.static.of(x) if isinstance(x, fx.Node) else None
-        if found is None or x.meta["val"].dim() != 0 or found.masks:
+        value = self.static.of(x) if isinstance(x, fx.Node) else None
+        if value is None or x.meta["val"].dim() != 0 or value.masks:
             return None
-        values = {float(found.evaluate(length, None)) for length in (5, 7)}
+        values = {float(value.evaluate(length, None)) for length in (5, 7)}
         return values.pop() if len(values) == 1 else None
 
     def _is_zero(self, node: fx.Node) -> bool:
-        found = self.static.of(node)
-        return found is not None and not found.masks and not found.evaluate(5, None).any()
+        value = self.static.of(node)
+        return value is not None and not value.masks and not value.evaluate(5, None).any()
 
     def _capped(self, node: Any, cap: float) -> fx.Node | None:
         """x, where `node` is tanh(x / cap)."""
@@ -207,8 +207,8 @@ class Scores:
         """True if a static term is 0 wherever it does not hide."""
         value = self.static.of(term.node)
         assert value is not None
-        found = [value.evaluate(length, None) * term.factor for length in (1, 21)]
-        return not any(((each != 0) & (each > HIDDEN)).any() for each in found)
+        values = [value.evaluate(length, None) * term.factor for length in (1, 21)]
+        return not any(((each != 0) & (each > HIDDEN)).any() for each in values)
 
 
 _READERS: dict[str, Callable[[Scores, fx.Node, float, bool], None]] = {
@@ -230,10 +230,10 @@ def _added(values: torch.Tensor, factor: float) -> torch.Tensor:
     return values * factor <= HIDDEN
 
 
-def _zeros(found: torch.Tensor) -> torch.Tensor:
-    if not ((found == 0) | (found == 1)).all():
+def _zeros(values: torch.Tensor) -> torch.Tensor:
+    if not ((values == 0) | (values == 1)).all():
         raise UnknownScores
-    return found == 0
+    return values == 0
 
 
 def _option(node: fx.Node, name: str) -> float:

@@ -192,7 +192,7 @@ class BodyTracer:
         return Body(name, graph, parameters, buffers, dict(children), len(results), kept, dropout, stored=stored)
 
     def static_graph(self, graph: fx.Graph, used: Used, prefix: str, inputs: Mapping[fx.Node, Static]) -> StaticGraph:
-        """What of `graph`, which reads `used` of the module at `prefix`, depends on lengths and constants alone."""
+        """Static values of `graph`, which reads `used` of the module at `prefix`."""
         buffers = {n: self.buffers.get(prefix + n) if value is None else value for n, value in used.items()}
         return StaticGraph(graph, buffers, inputs, self.example.length)
 

@@ -88,7 +88,7 @@ def _insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def _copied(node: fx.Node) -> fx.Node:
-    """What `copy(old, new)` returns: `new`, in the shape and dtype of `old`."""
+    """Result of `copy(old, new)`: `new`, in the shape and dtype of `old`."""
     old, new = args_of(node)[:2]
     wanted = old.meta["val"]
     if new.meta["val"].dtype != wanted.dtype:
@@ -119,14 +119,14 @@ class _Assembly:
 
     def part(self, at: fx.Node, begin: int, end: int) -> list[tuple[int, int, fx.Node | None]]:
         """The runs between two places, cut where they reach further."""
-        found = []
+        pieces = []
         for a, b, value in self.runs:
             first, last = max(a, begin), min(b, end)
             if first < last:
                 if value is not None and (first, last) != (a, b):
                     value = _insert(at, aten.slice.Tensor, value, self.dim, first - a, last - a)
-                found.append((first, last, value))
-        return found
+                pieces.append((first, last, value))
+        return pieces
 
     def write(self, at: fx.Node, begin: int, end: int, value: fx.Node) -> _Assembly:
         size = self.runs[-1][1]
@@ -142,7 +142,7 @@ class _Assembly:
         return _joined(at, pieces, self.dim)
 
     def read(self, node: fx.Node) -> fx.Node | None:
-        """What a slice of the tensor reads, when all of it was written."""
+        """Value of a slice of the tensor, when all of it was written."""
         bounds = _bounds(node, 2, self.runs[-1][1])
         if argument(node, "dim") % node.meta["val"].dim() != self.dim or bounds is None:
             return None

@@ -1,4 +1,4 @@
-"""What is lifted out of a Hugging Face model while it is exported: attention, masks, experts, leaf modules and layers.
+"""Attention, masks, experts, leaf modules and layers, lifted out of a Hugging Face model while it is exported.
 
 Each becomes one opaque operator of the library `rewriter_trace`. Nothing stays registered or patched when the `with`
 block ends, also if tracing fails.

@@ -99,11 +99,11 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
 def _refuse_adapter_of_the_hub(source: str) -> None:
     from huggingface_hub import hf_hub_download
 
-    found = None
+    adapter = None
     with contextlib.suppress(Exception):  # no such id, no network, no such file
-        found = hf_hub_download(source, CONFIG)
-    if found is not None:
-        refuse_adapter(Path(found).parent)
+        adapter = hf_hub_download(source, CONFIG)
+    if adapter is not None:
+        refuse_adapter(Path(adapter).parent)
 
 
 def needs_own_code(config: Mapping[str, Any]) -> bool:
@@ -170,12 +170,12 @@ def stored_buffers(model: PreTrainedModel, fp32: Collection[str] = ()) -> dict[s
     `fp32` are those of `kept_in_fp32`.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found: dict[str, torch.dtype | None] = {}
+    dtypes: dict[str, torch.dtype | None] = {}
     for name, tensor in model.state_dict().items():
         if name not in parameters:
             follows = not any(re.search(pattern, name) for pattern in fp32)
-            found[name] = tensor.dtype if not tensor.is_floating_point() else None if follows else torch.float32
-    return found
+            dtypes[name] = tensor.dtype if not tensor.is_floating_point() else None if follows else torch.float32
+    return dtypes
 
 
 def _dtypes_as_built(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[frozenset[str], frozenset[str]]:
@@ -203,7 +203,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, **options: Any) 
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """What torch.empty makes, and whatever is large, is made on the meta device: it will be a parameter."""
+    """Makes what torch.empty makes, and all that is large, on the meta device: it will be a parameter."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -230,11 +230,11 @@ def _parameters_on_meta() -> Iterator[None]:
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """(path, list) of the decoder layers: of the lists in the model's decoder that are in no other one, the one as long
     as its config says, else the longest. An encoder of images or sound beside it may have more layers."""
-    found: list[tuple[str, nn.ModuleList]] = []
+    lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{p}.") for p, _ in found):
-            found.append((name, module))
-    if not found:
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{p}.") for p, _ in lists):
+            lists.append((name, module))
+    if not lists:
         raise RewriterError(f"{type(model).__name__} has no list of decoder layers, so there is nothing to rewrite.")
     inside = {id(module) for module in model.get_decoder().modules()}
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
@@ -243,7 +243,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         path, layers = item
         return id(layers) in inside, len(layers) == depth, len(layers), -path.count(".")
 
-    return max(found, key=rank)
+    return max(lists, key=rank)
 
 
 # what differs between layers that trace alike, and what every module has
@@ -251,7 +251,7 @@ _NO_DIFFERENCE = frozenset({"layer_idx", "layer_index", "forward", *nn.Module().
 
 
 def fingerprint(module: nn.Module) -> Any:
-    """What makes two modules trace alike: class tree, tensor shapes and plain attributes (layer indices aside)."""
+    """Key of modules that trace alike: class tree, tensor shapes and plain attributes (layer indices aside)."""
     attributes = tuple(
         (name, repr(value) if _is_plain(value) else _function_name(value))
         for name, value in sorted(module.__dict__.items())
@@ -339,8 +339,8 @@ def check_sizes(config: PreTrainedConfig) -> None:
 
 def _floats(config: Mapping[str, Any], place: _Place = ()) -> Iterator[tuple[_Place, float]]:
     """Every number of a config with its place, those of a list at the place of the list."""
-    for name, found in config.items():
-        for value in found if isinstance(found, list) else [found]:
+    for name, given in config.items():
+        for value in given if isinstance(given, list) else [given]:
             if isinstance(value, Mapping):
                 yield from _floats(value, (*place, name))
             elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What a model's own code raises while it is traced, in words."""
+"""Exceptions of a model's own code while it is traced, as sentences."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ _ALONG = ("shift", "piece", "join", "scan", "reduction", "lookup", "difference")
 def mixing_operator(body: Body) -> str | None:
     """The first operator of `body` that combines several tokens outside of attention; None when there is none."""
     for module in body.modules.values():
-        if isinstance(module, Body) and (found := mixing_operator(module)):
-            return found
+        if isinstance(module, Body) and (mixing := mixing_operator(module)):
+            return mixing
     for node in body.graph.nodes:
         if node.op == "call_function" and _mixes(node):
             return str(node.target)

@@ -85,11 +85,11 @@ def checkpoint_expressions(
         raise RewriterError(f"{where} lacks {shown}. The model has {len(trained)} parameters." + step)
     refuse_unexplained_scales(where, expressions, checkpoint.dtypes, unused)
     for name, expression in expressions.items():
-        found = tuple(expression.shape(checkpoint.shapes))
-        if found != wanted[name]:
+        held = tuple(expression.shape(checkpoint.shapes))
+        if held != wanted[name]:
             raise RewriterError(
-                f"{name}: the checkpoint holds {_sizes(found)}, its config says {_sizes(wanted[name])}. "
-                "Config and weights do not belong together. " + _other_size(model, name, found, wanted[name])
+                f"{name}: the checkpoint holds {_sizes(held)}, its config says {_sizes(wanted[name])}. "
+                "Config and weights do not belong together. " + _other_size(model, name, held, wanted[name])
             )
         if state[name].is_floating_point() and (others := expression.dtypes(checkpoint.dtypes) - FLOATS):
             raise RewriterError(
@@ -116,10 +116,10 @@ def _without(model: PreTrainedModel, missing: Iterable[str]) -> str:
     )
 
 
-def _other_size(model: PreTrainedModel, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+def _other_size(model: PreTrainedModel, name: str, held: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     tables = _parameters_of(model, model.get_input_embeddings(), model.get_output_embeddings())
-    if name in tables and found[1:] == wanted[1:]:
-        return f"Where its vocabulary was resized, vocab_size in config.json has to be {found[0]}, as its rows are."
+    if name in tables and held[1:] == wanted[1:]:
+        return f"Where its vocabulary was resized, vocab_size in config.json has to be {held[0]}, as its rows are."
     return "Download both again."
 
 
@@ -159,9 +159,9 @@ _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
 
 def refuse_adapters(where: str, unused: Iterable[str]) -> None:
     """Raise RewriterError where tensors are parts of an adapter, which the model would be without."""
-    found = next((name for name in unused if not _ADAPTERS.isdisjoint(name.split("."))), None)
-    if found is not None:
-        raise RewriterError(f"{where} holds {found}: these are {_PEFT}.")
+    part = next((name for name in unused if not _ADAPTERS.isdisjoint(name.split("."))), None)
+    if part is not None:
+        raise RewriterError(f"{where} holds {part}: these are {_PEFT}.")
 
 
 def refuse_unexplained_scales(
@@ -184,21 +184,21 @@ def refuse_unexplained_scales(
 def other_names(missing: Collection[str], unused: Mapping[str, str]) -> str:
     """The unused tensors that are `missing` parameters of a model under longer or shorter names: which, and
     the next step. Empty where they are not. `unused` maps names to what they would be called in the model."""
-    found = {*unused, *unused.values()}
-    bare = {".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in found}
+    names = {*unused, *unused.values()}
+    bare = {".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names}
     if bare.issuperset(missing):
-        present = {part for name in found for part in name.split(".")}
+        present = {part for name in names for part in name.split(".")}
         what, who = next((part, who) for part, who in _WRAPPERS.items() if part in present)
         return f" Its names hold '{what}.', which {who} puts there. " + _renamed(f"name.replace('{what}.', '')")
     first = next(iter(missing))
-    for name in found:
+    for name in names:
         longer, shorter = name.removesuffix(f".{first}"), first.removesuffix(f".{name}")
-        if longer != name and found.issuperset(f"{longer}.{other}" for other in missing):
+        if longer != name and names.issuperset(f"{longer}.{other}" for other in missing):
             if longer.startswith("base_model"):
                 return f" Its names begin with '{longer}.': these are {_PEFT}."
             told = f" It has them with '{longer}.' in front, as of a model inside another one. "
             return told + _renamed(f"name.removeprefix('{longer}.')")
-        if shorter != first and all(other.removeprefix(f"{shorter}.") in found for other in missing):
+        if shorter != first and all(other.removeprefix(f"{shorter}.") in names for other in missing):
             return f" It has them without '{shorter}.' in front. " + _renamed(f"'{shorter}.' + name")
     return ""
 
@@ -261,8 +261,8 @@ def converted(
     if not all(len(group) == 1 for group in values.values()):
         raise RewriterError(f"{target}: its conversion gives several tensors where one is expected.")
     for pattern in values:  # as transformers does: what stands around the first that is found
-        before, found, behind = target.partition(pattern)
-        if found:
+        before, separator, behind = target.partition(pattern)
+        if separator:
             return {before + name + behind: e for name, [e] in values.items()}
     [[expression], *others] = values.values()
     if others:
@@ -273,7 +273,7 @@ def converted(
 def _moved(
     model: PreTrainedModel, converter: Any, operation: Any, target: str, given: Mapping[str, Expression], shapes: Shapes
 ) -> dict[str, list[Expression]]:
-    """What `operation` makes of `given`: it is run on the places along its dimension, all other sizes being 1."""
+    """Results of `operation` on `given`: it is run on the places along its dimension, all other sizes being 1."""
     dim = getattr(operation, "dim", 0)
     places: dict[str, torch.Tensor] = {}
     begins: list[tuple[int, Expression]] = []
@@ -294,11 +294,11 @@ def _moved(
         config=model.config,
         missing_keys=None,
     )
-    found: dict[str, list[Expression]] = {}
+    made: dict[str, list[Expression]] = {}
     for name, moved in result.items():
         begin, expression = max((b, e) for b, e in begins if b <= int(moved.min()))
-        found[name] = [_picked(expression, dim % moved.dim(), [p - begin for p in moved.flatten().tolist()], shapes)]
-    return found
+        made[name] = [_picked(expression, dim % moved.dim(), [p - begin for p in moved.flatten().tolist()], shapes)]
+    return made
 
 
 class _PlacesModel:

@@ -55,18 +55,18 @@ class _Comparisons(TorchFunctionMode):
 
     def __init__(self, watched: torch.Tensor) -> None:
         super().__init__()
-        self.watched, self.found = watched, False
+        self.watched, self.compared = watched, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        self.found |= name in ("ne", "eq", "__ne__", "__eq__", "not_equal") and any(x is self.watched for x in args)
+        self.compared |= name in ("ne", "eq", "__ne__", "__eq__", "not_equal") and any(x is self.watched for x in args)
         return func(*args, **(kwargs or {}))
 
 
 def _compares_ids(model: PreTrainedModel, layers: list[nn.Module], inputs: dict[str, torch.Tensor]) -> bool:
     with _Comparisons(inputs["input_ids"]) as mode:
         next(_runs(model, layers, {**inputs, "use_cache": False}))
-    return mode.found
+    return mode.compared
 
 
 def absent_arguments(
@@ -89,10 +89,10 @@ def absent_arguments(
         {"use_cache": True},
         {"use_cache": True, cache_argument(model): DynamicCache(config=model.config)},
     ):
-        for found in _runs(model, layers, {**example, **extra}, failures):
-            for layer, call in found.items():
+        for run in _runs(model, layers, {**example, **extra}, failures):
+            for layer, call in run.items():
                 seen[layer].append(call)
-            if len(found) == len(layers):
+            if len(run) == len(layers):
                 break
     if not any(seen.values()):
         text = f" ({first_line(failures[0])})" if failures else ""
@@ -114,7 +114,7 @@ def switched_off(
     """The arguments of `layer` that are False with a cache and without: what a program never asks for (weights of
     attention beside the hidden state)."""
     runs = (run for cache in (False, True) for run in _runs(model, layers, {**example, "use_cache": cache}))
-    calls = [found[layer] for found in runs if layer in found]
+    calls = [run[layer] for run in runs if layer in run]
     return {n: False for n in layer_signature(layer)[0] if calls and all(call.get(n) is False for call in calls)}
 
 
@@ -127,12 +127,12 @@ def _runs(
     """
 
     def forward(is_tuple: bool, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found[layer] = bind(layer, args, kwargs)
-        hidden = found[layer][layer_signature(layer)[0][0]]
+        arguments[layer] = bind(layer, args, kwargs)
+        hidden = arguments[layer][layer_signature(layer)[0][0]]
         return (hidden,) if is_tuple else hidden
 
     for is_tuple in (False, True):
-        found: dict[nn.Module, dict[str, Any]] = {}
+        arguments: dict[nn.Module, dict[str, Any]] = {}
         with (
             replaced_forward({layer: functools.partial(forward, is_tuple, layer) for layer in layers}),
             torch.no_grad(),
@@ -142,4 +142,4 @@ def _runs(
             except Exception as error:  # a model need not run in every setting; what it called until then counts
                 if failures is not None:
                     failures.append(error)
-        yield found
+        yield arguments

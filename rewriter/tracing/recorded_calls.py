@@ -83,7 +83,7 @@ def variant_name(module: str, index: int) -> str:
 
 
 def layer_number(call: str) -> int | None:
-    """Which layer a recorded call stands for; None for another module."""
+    """Number of the layer that a recorded call stands for; None for another module."""
     name, _, number = call.partition(" ")
     return int(number) if name == "layer" else None
 
@@ -114,7 +114,7 @@ def intercepted_modules(modules: Mapping[str, nn.Module], calls: Mapping[str, Re
 
 
 def input_names(module: nn.Module, recorded: Recorded) -> list[str]:
-    """What the module's own signature calls each tensor of a call."""
+    """Name of each tensor of a call in the module's own signature."""
     parameters = list(inspect.signature(type(module).forward).parameters)[1:]
     names: list[str] = []
     for path in tensor_paths(recorded):

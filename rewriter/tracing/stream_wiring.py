@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from rewriter.common.errors import RewriterError
-from rewriter.ir import SPLAT, Body, Input, LayerArgument, Leaf, Module, PythonCall, args_of, drop_dead_nodes, ops
+from rewriter.ir import SPLAT, Body, ChildInput, LayerArgument, Leaf, Module, PythonCall, args_of, drop_dead_nodes, ops
 from rewriter.ir.marks import layer_of, mark
 from rewriter.ir.op_semantics import kind_of
 from rewriter.ir.residual import NoStream, annotate, is_add
@@ -271,12 +271,12 @@ class _Layer:
                 if isinstance(value, _Context):
                     return LayerArgument(value.name)
                 if where not in indices and value in inputs:  # one tensor given twice
-                    return Input(inputs.index(value))
+                    return ChildInput(inputs.index(value))
                 if where == nowhere:
                     return 0.0  # what the child adds to it is wanted alone
                 if where not in indices:
                     raise RewriterError(f"{path} is given a tensor that its body does not use")
-                return Input(indices[where])
+                return ChildInput(indices[where])
             if isinstance(tree, (tuple, list)):
                 return type(tree)(template(item, (*where, i)) for i, item in enumerate(tree))
             if isinstance(tree, dict):
@@ -311,7 +311,7 @@ class _Layer:
 
 
 class _Outputs:
-    """What a child that returns a Python tuple stands for until its elements are picked."""
+    """A child's returned Python tuple until its elements are picked."""
 
     def __init__(self, layer: _Layer, node: fx.Node, call: PythonCall, outputs: Any, residual: fx.Node | None) -> None:
         self.layer, self.node, self.call, self.outputs, self.residual = layer, node, call, outputs, residual

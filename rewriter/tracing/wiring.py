@@ -140,7 +140,7 @@ def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def _without_extras(result: Any) -> Any:
-    """What a layer returns; a tuple or list that something else is appended to (attention weights) without that."""
+    """Result of a layer; a tuple or list that something else is appended to (attention weights) without that."""
     first = result
     while isinstance(first, fx.Node) and first.target in (operator.add, operator.iadd):
         first = first.args[0]

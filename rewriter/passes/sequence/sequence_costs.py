@@ -42,7 +42,7 @@ class AttentionMemory:
 
 @dataclass(frozen=True)
 class AttentionSeconds:
-    """Of one layer. `compute` is a part of `forward` and `backward` together; the rest waits for messages."""
+    """Time of one layer. `compute` is a part of `forward` and `backward` together; the rest waits for messages."""
 
     forward: float
     backward: float

@@ -320,7 +320,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def _sized(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What is given a number of tokens may lay values out by it, but not compute with it."""
+    """Owners of an operator that is given a number of tokens: it may lay values out by it, not compute with it."""
     row = semantics(target)
     if row is not None and row.kind == "view" and row.sizes is not None:
         return target(*args, **kwargs)
