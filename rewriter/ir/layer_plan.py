@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import fx
 
 from rewriter.ir import Leaf, Module, Program, args_of, ops, walk_modules
-from rewriter.ir.communication import Collective, collectives, local_values
+from rewriter.ir.communication import Collective, collectives, local_values, split_paths
 from rewriter.ir.marks import Mode, block_of, in_stream, marks, running_layer, stream_index
 from rewriter.ir.residual import (
     Block,
@@ -142,7 +142,7 @@ class _Planner:
         self.stream = stream_values(self.graph)
         self.local = local_values(self.graph, program.parameters) if program.mesh else set()
         self.sent = collectives(program)
-        self.split_paths = _split_paths(program)
+        self.split_paths = split_paths(program.parameters)
         self.meanwhile = _meanwhile(self.graph, program.modules)
 
     def plans(self) -> tuple[LayerPlan, ...]:
@@ -160,6 +160,8 @@ class _Planner:
         reduction: Reduction = "dropped" if any(marks(n).dropped for n in block.branch) else "none"
         if reductions:
             reduction = "hidden" if all(c.hidden for c in reductions) else "exposed"
+        parts = [path in self.split_paths for path in weighted_modules(block, self.program.modules)]
+        split = "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
         return BlockPlan(
             name=block.path.rpartition(".")[2] if block.kind != "parallel" else "attention + mlp",
             path=block.path,
@@ -172,26 +174,9 @@ class _Planner:
             ranks_differ=self.stream[block.index + 1] in self.local,
             reduction=reduction,
             meanwhile=self.meanwhile.get(block.index, 0),
-            split=self._split(block),
+            split=split if self.program.mesh else "one device",
             collectives=mine,
         )
-
-    def _split(self, block: Block) -> str:
-        if not self.program.mesh:
-            return "one device"
-        parts = [path in self.split_paths for path in weighted_modules(block, self.program.modules)]
-        return "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
-
-
-def _split_paths(program: Program) -> set[str]:
-    """Paths of the modules that hold a split parameter, each with all paths above."""
-    paths: set[str] = set()
-    for name, parameter in program.parameters.items():
-        if parameter.ranges is not None:
-            while "." in name:
-                name = name.rpartition(".")[0]
-                paths.add(name)
-    return paths
 
 
 def _meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[int, int]:

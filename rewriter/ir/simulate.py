@@ -172,7 +172,10 @@ class Simulator:
                     lambda *results: self._each(lambda *xs: tuple(xs), results), [env[n] for n in result]
                 )
             elif node.target is ops.shard_tokens:
-                env[node] = self._shard_tokens(node, env[args_of(node)[0]])
+                value = env[args_of(node)[0]]
+                if len(value) > 1:
+                    raise RewriterError(f"{node.name}: the tokens are sharded already")
+                env[node] = self._split(node, args_of(node)[2], value[0], 1)
             elif node.target is ops.gather_tokens:
                 env[node] = (self._gather_tokens(node, env[args_of(node)[0]], 1, args_of(node)[2]),)
             elif node.target is ops.attention and node.kwargs.get("sequence") is not None:
@@ -210,11 +213,6 @@ class Simulator:
             RankValues(tuple(take_tokens(x, dim, plan.layout, i, plan.ranks) for x in values.values))
             for i in range(self.coordinates)
         )
-
-    def _shard_tokens(self, node: fx.Node, value: Shards) -> Shards:
-        if len(value) > 1:
-            raise RewriterError(f"{node.name}: the tokens are sharded already")
-        return self._split(node, args_of(node)[2], value[0], 1)
 
     def _gather_tokens(self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan) -> RankValues:
         if len(value) == 1:

@@ -22,14 +22,14 @@ from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
     check_ranks,
     chosen_blocks,
-    is_normed,
+    is_reduced,
     made_of,
     part_of,
     partial_of,
     replace_stream_value,
     settle_reads,
     split_writes,
-    travel_of,
+    sum_in,
 )
 from rewriter.passes.selection import Selection, resolve, runs_of
 from rewriter.weights.expressions import Concat
@@ -250,13 +250,13 @@ class _PerRankStream:
         for part in parts:
             mark(part, dropped=True)
         if self.resync == "sum":
-            self.added = self._added([p for p, w in zip(parts, reduced, strict=True) if not is_normed(w)], whole)
-            self.waiting += filter(is_normed, reduced)
+            self.added = self._added([p for p, w in zip(parts, reduced, strict=True) if is_reduced(w)], whole)
+            self.waiting += [w for w in reduced if not is_reduced(w)]
         return self._sum(current, *parts, *whole)
 
     def _kept(self, current: fx.Node, reduced: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
-        travel = travel_of(reduced[0])
-        parts = [partial_of(w, self.block) for w in reduced if not is_normed(w)]
+        travel = dict(sum_in(reduced[0]).kwargs)
+        parts = [partial_of(w, self.block) for w in reduced if is_reduced(w)]
         if self.resync == "sum":
             value, added = self.synchronised, self._added(parts, whole)
         elif travel:
@@ -264,7 +264,7 @@ class _PerRankStream:
         else:
             mean = self._made(operator.mul, self._sum(current, *whole), 1 / self.ranks)
             value, added = None, self._sum(*parts, mean)
-        normed = [*self.waiting, *filter(is_normed, reduced)]
+        normed = [*self.waiting, *(w for w in reduced if not is_reduced(w))]
         sums = self._reduced(normed, added, travel)
         for write in normed:
             term = self._normed(write, sums[write])

@@ -123,14 +123,12 @@ class DropSync(Pass):
         result = desynchronise(program, kept, "sum", self.name)
         where = f"{len(layers)} of {len(droppable)} layers: {', '.join(map(str, layers))}"
         summary = f"attention's reduction dropped on {ranks} ranks in {where}"
-        return record(result, self, summary, self._notes())
-
-    def _notes(self) -> tuple[str, ...]:
         if self.layers is not None or self.sensitivity is None:
-            return ()
+            return record(result, self, summary)
         costs = ", ".join(f"{i}: {'–' if cost is None else f'{cost:.3g}'}" for i, cost in enumerate(self.sensitivity))
         source = f" ({self.measured_on})" if self.measured_on else ""
-        return (f"what each layer's drop alone costs, KL in nats per token{source}: {costs}",)
+        note = f"what each layer's drop alone costs, KL in nats per token{source}: {costs}"
+        return record(result, self, summary, (note,))
 
 
 def attention_reductions(program: Program) -> dict[int, Block]:

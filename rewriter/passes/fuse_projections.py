@@ -93,20 +93,13 @@ class _Fuser:
             first = order[calls[0]]
             if len(calls) < 2 or any(order[n] > first for c in calls for n in c.all_input_nodes):
                 continue
-            if reason := self._why_apart(calls, value):
+            bodies = ((self.modules[str(call.target)], call.all_input_nodes.index(value)) for call in calls)
+            if reason := why_apart([leaf for b, i in bodies if isinstance(b, Body) for leaf in entries(b, i)]):
                 names = " and ".join(str(c.target).rpartition(".")[2] for c in calls)
                 layer = str(calls[0].target).rpartition(".")[0]
                 self.apart.setdefault(f"its {names} stay apart: {reason}", []).append(layer)
             else:
                 self._merge(calls, done)
-
-    def _why_apart(self, calls: Sequence[fx.Node], value: fx.Node) -> str | None:
-        leaves = []
-        for call in calls:
-            body = self.modules[str(call.target)]
-            assert isinstance(body, Body)
-            leaves += entries(body, call.all_input_nodes.index(value))
-        return why_apart(leaves)
 
     def _merge(self, calls: Sequence[fx.Node], done: dict[tuple[object, ...], Body]) -> None:
         paths = [str(c.target) for c in calls]

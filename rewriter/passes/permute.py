@@ -123,7 +123,14 @@ class Permute(Pass):
             summary = "no order was found that is better than the one on disk"
         elif self.applied:
             summary += "; the weights are in this order already"
-        return record(program, self, summary, self._notes(blocks), fired=bool(chosen), parameters=parameters)
+        refused: dict[str, list[str]] = {}
+        for block in blocks:
+            if block.reason is not None:
+                refused.setdefault(block.reason, []).append(block.path)
+        notes = with_paths(refused, " left in order")
+        if self.measured_on:
+            notes = (*notes, f"measured: {self.measured_on}")
+        return record(program, self, summary, notes, fired=bool(chosen), parameters=parameters)
 
     def _chosen(self, blocks: Sequence[PermutableUnits], ranks: int) -> list[tuple[PermutableUnits, str]]:
         """The blocks whose units change places, and the rank of each of their units."""
@@ -135,7 +142,10 @@ class Permute(Pass):
         for path, given in self.ranks.items():
             block = known.get(path)
             if block is None:
-                raise RewriterError(f"permute: {path!r} is no block with heads or channels. There are {_some(known)}")
+                names = ", ".join(list(known)[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
+                raise RewriterError(
+                    f"permute: {path!r} is no block with heads or channels. There are {names or 'none'}"
+                )
             if block.reason is not None:
                 raise RewriterError(f"permute: {path} cannot be reordered: {block.reason}")
             if len(given) != block.count:
@@ -144,14 +154,6 @@ class Permute(Pass):
                 raise RewriterError(f"permute: ranks of {path} are for {count} ranks, here are {ranks}. Measure again")
             chosen.append((block, given))
         return chosen
-
-    def _notes(self, blocks: Sequence[PermutableUnits]) -> tuple[str, ...]:
-        refused: dict[str, list[str]] = {}
-        for block in blocks:
-            if block.reason is not None:
-                refused.setdefault(block.reason, []).append(block.path)
-        measured = [f"measured: {self.measured_on}"] if self.measured_on else []
-        return (*with_paths(refused, " left in order"), *measured)
 
 
 def order_of(ranks: str) -> tuple[int, ...]:
@@ -182,11 +184,6 @@ def permuted(program: Program, block: PermutableUnits, order: Sequence[int]) -> 
         if known.expression is not None and indices[key] != tuple(range(size)):
             result[name] = replace(known, expression=Take(known.expression, shard.dim, indices[key]))
     return result
-
-
-def _some(paths: Mapping[str, Any]) -> str:
-    shown = ", ".join(list(paths)[:3])
-    return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "") if paths else "none"
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,6 @@ def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:
     return True
 
 
-def is_normed(write: fx.Node) -> bool:
-    """True if a norm stands between a reduced write and its sum."""
-    return not is_reduced(write)
-
-
 def made_of(write: fx.Node, value: fx.Node, **other_marks: Any) -> fx.Node:
     """The nodes of a reduced `write` after its sum, applied to `value` instead: multiples and norms, where the graph
     inserts."""
@@ -136,16 +131,12 @@ def partial_of(write: fx.Node, block: Block) -> fx.Node:
 
 def part_of(write: fx.Node) -> fx.Node:
     """This rank's own part of the sum in a reduced write."""
-    part: fx.Node = args_of(_sum_in(write))[0]
+    part: fx.Node = args_of(sum_in(write))[0]
     return part
 
 
-def travel_of(write: fx.Node) -> dict[str, Any]:
-    """Options of the all-reduce in a write: its format, none where it is exact."""
-    return dict(_sum_in(write).kwargs)
-
-
-def _sum_in(write: fx.Node) -> fx.Node:
+def sum_in(write: fx.Node) -> fx.Node:
+    """The all-reduce in a reduced write; its options are its format, none where it is exact."""
     while write.target is not ops.all_reduce:
         write = write.all_input_nodes[0]
     return write
@@ -230,8 +221,9 @@ def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module]
         return before.add
     graph = before.add.graph
     parts = [partial_of(w, before) for w in reduced]
-    for write in filter(is_normed, reduced):
-        _agree(write, before)
+    for write in reduced:
+        if not is_reduced(write):
+            _agree(write, before)
     first, _ = _reads(block)[0]
     made = partial(new_call, graph, Marks(layer=block.layer, reads=before.index))
     with graph.inserting_before(first):
@@ -247,7 +239,7 @@ def _agree(write: fx.Node, block: Block) -> None:
     """Let ranks agree on a normed sum: its norm computes with values that differ by rank, too."""
     if write.target is ops.agreed:
         return
-    first, total = write, _sum_in(write)
+    first, total = write, sum_in(write)
     while first.all_input_nodes[0] is not total:
         first = first.all_input_nodes[0]
     record = Marks(layer=block.layer, block=block.index)

@@ -19,21 +19,31 @@ from rewriter.ir.residual import is_add
 from rewriter.tracing.export import BodyTracer, FlatSignature, as_leaf, example_for, export_graph, is_called
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean, sort_by_use
-from rewriter.tracing.interception import Recorded, opaque_calls, replaced_forward
+from rewriter.tracing.interception import (
+    Recorded,
+    base_name,
+    intercepted_modules,
+    layer_number,
+    leaves_with_paths,
+    opaque_calls,
+    record_calls,
+    replaced_forward,
+    tensor_paths,
+    tensors_of,
+)
 from rewriter.tracing.masks import Static
 from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.tracing.model_errors import reason_of, refused
 from rewriter.tracing.opaque import attributes_left_behind, mixing_operator, opaque_child, surviving_failures
-from rewriter.tracing.probe import absent_arguments, bind, example_inputs, switched_off
-from rewriter.tracing.recorded_calls import (
-    base_name,
-    intercepted_modules,
-    layer_number,
-    record_calls,
-    tensor_paths,
-    tensors_of,
+from rewriter.tracing.wiring import (
+    absent_arguments,
+    bind,
+    example_inputs,
+    layer_signature,
+    only_calls_and_sums,
+    switched_off,
+    trace_wiring,
 )
-from rewriter.tracing.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
 
 _MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
 
@@ -86,12 +96,10 @@ class ModelTracer:
         self.inlined: dict[type, frozenset[str]] = {}
         self.split: dict[type, frozenset[str]] = {}
         self._branches: dict[int, Body] = {}
-        self.inputs = example_inputs(self.model, self.layers, self.example)
+        ids = torch.zeros(self.example.batch, self.example.length, dtype=torch.int64, device="meta")
+        self.inputs = example_inputs(self.model, self.layers, ids)
         self.absent = absent_arguments(self.model, self.layers, self.inputs)
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
-
-    def hidden_name(self, layer: nn.Module) -> str:
-        return layer_signature(layer)[0][0]
 
     def fingerprint(self, layer: nn.Module) -> Any:
         if layer not in self._fingerprints:
@@ -152,7 +160,7 @@ class ModelTracer:
         """Every layer records its call in `self.calls` and is one operator of the graph."""
 
         def forward_for(index: int, layer: nn.Module) -> Callable[..., Any]:
-            hidden = self.hidden_name(layer)
+            hidden = layer_signature(layer)[0][0]
             returned = self.wiring(layer).output_node().args[0]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -161,9 +169,16 @@ class ModelTracer:
                         f"{self.path}.{index} is called more than once in a forward pass, which is not supported yet"
                     )
                 called.add(layer)
-                _refuse_other_results(f"{self.path}.{index}", bind(layer, args, kwargs))
+                bound = bind(layer, args, kwargs)
+                for where, leaf in leaves_with_paths(bound):
+                    if isinstance(leaf, _OtherResult):
+                        raise RewriterError(
+                            f"{self.path}.{index} reads another result of the layer before ({where[0]}), not only its "
+                            f"hidden state: {type(leaf.layer).__name__} hands on more than one value, which is not "
+                            "supported yet"
+                        )
                 self.calls[layer] = Recorded(args, kwargs)
-                stream = bind(layer, args, kwargs)[hidden]
+                stream = bound[hidden]
                 if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
                     raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
                 tensors, _ = tensors_of(self.calls[layer])
@@ -379,15 +394,6 @@ class _OtherResult:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-
-
-def _refuse_other_results(path: str, arguments: Mapping[str, Any]) -> None:
-    for where, leaf in leaves_with_paths(arguments):
-        if isinstance(leaf, _OtherResult):
-            raise RewriterError(
-                f"{path} reads another result of the layer before ({where[0]}), not only its hidden state: "
-                f"{type(leaf.layer).__name__} hands on more than one value, which is not supported yet"
-            )
 
 
 def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:

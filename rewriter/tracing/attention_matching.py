@@ -84,7 +84,11 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
     graph = product.graph
     with graph.inserting_before(product):
         # as [B, H, length, size], key/value heads once each
-        q, k, v = map(_heads_apart, (scores.operands[0], _transposed(graph, scores.operands[1]), v))
+        folded = (scores.operands[0], _transposed(graph, scores.operands[1]), v)
+        apart = [x for n in folded if (x := n if n.meta["val"].dim() == 4 else _unfolded(n)) is not None]
+        if len(apart) < 3:
+            raise UnknownScores
+        q, k, v = apart
         if any(not isinstance(x.meta["val"].shape[1], int) for x in (q, k, v)):
             raise UnknownScores
         heads = int(q.meta["val"].shape[1])
@@ -148,14 +152,6 @@ def _unfolded(node: fx.Node, heads: int | None = None) -> fx.Node | None:
         if len(sizes) == 4 and sizes[2:] == shape[1:] and heads in (None, source.meta["val"].shape[1]):
             return source
     return None
-
-
-def _heads_apart(node: fx.Node) -> fx.Node:
-    """q, k or v as [B, H, length, size]."""
-    apart = node if node.meta["val"].dim() == 4 else _unfolded(node)
-    if apart is None:
-        raise UnknownScores
-    return apart
 
 
 def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:

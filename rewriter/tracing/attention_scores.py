@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +71,10 @@ class Scores:
         if is_matmul(node):
             self.operands, self.scale = args[:2], factor
         elif node.target is aten.baddbmm.default:
-            beta, alpha = _option(node, "beta"), _option(node, "alpha")
-            if beta and not self._is_zero(args[0]):
+            beta, alpha = (float(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))  # type: ignore[arg-type]
+            added = self.static.of(args[0])
+            zero = added is not None and not added.masks and not added.evaluate(5, None).any()
+            if beta and not zero:
                 self.terms.append(Term(args[0], factor * beta, folded))
             self.operands, self.scale = args[1:3], factor * alpha
         else:
@@ -104,7 +105,7 @@ class Scores:
         self.softcap = cap
 
     def _read_sum(self, node: fx.Node, factor: float, folded: bool) -> None:
-        alpha = _option(node, "alpha")
+        alpha = float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
         sign = -alpha if function_of(node) == "sub" else alpha
         first, second = args_of(node)[:2]
         content, other = _content(first, second)
@@ -158,10 +159,6 @@ class Scores:
         values = {float(value.evaluate(length, None)) for length in (5, 7)}
         return values.pop() if len(values) == 1 else None
 
-    def _is_zero(self, node: fx.Node) -> bool:
-        value = self.static.of(node)
-        return value is not None and not value.masks and not value.evaluate(5, None).any()
-
     def _capped(self, node: Any, cap: float) -> fx.Node | None:
         """x, where `node` is tanh(x / cap)."""
         node = _uncast(node)
@@ -178,12 +175,12 @@ class Scores:
         rule: MaskSpec | None = MaskSpec("bidirectional")
         biases: list[Term] = []
         for condition, hides in self.fills:
-            shown = self._shown(condition, partial(_filled, hides=hides))
+            shown = self._shown(condition, lambda values, hides=hides: values.bool() == hides)
             if shown is None or rule is None:
                 raise UnknownScores  # what is filled in cannot be told from what is seen
             rule = rule.intersection(shown)
         for term in self.terms:
-            shown = self._shown(term.node, partial(_added, factor=term.factor))
+            shown = self._shown(term.node, lambda values, term=term: values * term.factor <= HIDDEN)
             both = None if shown is None or rule is None else rule.intersection(shown)
             rule = rule if both is None else both
             if both is None or not self._only_hides(term):
@@ -222,24 +219,10 @@ _READERS: dict[str, Callable[[Scores, fx.Node, float, bool], None]] = {
 }
 
 
-def _filled(values: torch.Tensor, hides: bool) -> torch.Tensor:
-    return values.bool() == hides
-
-
-def _added(values: torch.Tensor, factor: float) -> torch.Tensor:
-    return values * factor <= HIDDEN
-
-
 def _zeros(values: torch.Tensor) -> torch.Tensor:
     if not ((values == 0) | (values == 1)).all():
         raise UnknownScores
     return values == 0
-
-
-def _option(node: fx.Node, name: str) -> float:
-    """A factor among the keywords of an operator, 1 by default."""
-    value: Any = node.kwargs.get(name, 1)
-    return float(value)
 
 
 def _content(a: Any, b: Any) -> tuple[fx.Node, fx.Node]:

@@ -26,11 +26,18 @@ from rewriter.ir.residual import is_add
 from rewriter.tracing.attention_matching import recognise
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean
-from rewriter.tracing.interception import Recorded, is_experts
+from rewriter.tracing.interception import (
+    Recorded,
+    base_name,
+    input_names,
+    intercepted_modules,
+    is_experts,
+    record_calls,
+    tensors_of,
+)
 from rewriter.tracing.masks import Static, StaticGraph
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.per_head import join_pieces
-from rewriter.tracing.recorded_calls import base_name, input_names, intercepted_modules, record_calls, tensors_of
 
 # what a body reads: by name, the value of a constant made in the forward itself, None for parameters and buffers
 Used = Mapping[str, torch.Tensor | None]

@@ -24,7 +24,8 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
 
     Raises RewriterError when the model writes to one of its inputs or buffers, or reads what it never wrote.
     """
-    if not any(_mutates(node) for node in exported.graph.nodes):
+    schemas = [getattr(n.target, "_schema", None) for n in exported.graph.nodes if n.target is not aten.detach_.default]
+    if not any(schema is not None and schema.is_mutable for schema in schemas):
         return exported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its pytrees
@@ -34,11 +35,6 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
         raise RewriterError(f"it overwrites its input or buffer {written[0]}, which this version cannot represent")
     _without_writes(result.graph)
     return result
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.target is not aten.detach_.default
 
 
 def _without_writes(graph: fx.Graph) -> None:
@@ -57,7 +53,8 @@ def _without_writes(graph: fx.Graph) -> None:
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
     for node in graph.nodes:
-        if _is_empty(node) and not all(map(_reads_no_values, node.users)):
+        sizes_only = (kind_of(n) in ("size", "creation_like") or n.target is aten.fill.Tensor for n in node.users)
+        if _is_empty(node) and not all(sizes_only):
             raise RewriterError(
                 "it fills a tensor part by part in a way that this version cannot follow, or reads what it never wrote"
             )
@@ -67,11 +64,6 @@ def _is_empty(node: fx.Node) -> bool:
     """True if a node makes a tensor whose values are undefined."""
     row = operator_of(node)
     return row is not None and row.creates and not row.is_filled
-
-
-def _reads_no_values(node: fx.Node) -> bool:
-    """True if a node reads of its first argument only the size, dtype and device."""
-    return kind_of(node) in ("size", "creation_like") or node.target is aten.fill.Tensor
 
 
 def computed(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -113,10 +105,6 @@ class _Assembly:
     dim: int
     runs: tuple[tuple[int, int, fx.Node | None], ...]
 
-    @property
-    def complete(self) -> bool:
-        return not _is_empty(self.base) or all(value is not None for _, _, value in self.runs)
-
     def part(self, at: fx.Node, begin: int, end: int) -> list[tuple[int, int, fx.Node | None]]:
         """The runs between two places, cut where they reach further."""
         pieces = []
@@ -127,19 +115,6 @@ class _Assembly:
                     value = _insert(at, aten.slice.Tensor, value, self.dim, first - a, last - a)
                 pieces.append((first, last, value))
         return pieces
-
-    def write(self, at: fx.Node, begin: int, end: int, value: fx.Node) -> _Assembly:
-        size = self.runs[-1][1]
-        runs = [*self.part(at, 0, begin), (begin, end, value), *self.part(at, end, size)]
-        return _Assembly(self.base, self.dim, tuple(runs))
-
-    def value(self, at: fx.Node) -> fx.Node:
-        """The whole tensor as a new node in front of `at`."""
-        pieces = [
-            value if value is not None else _insert(at, aten.slice.Tensor, self.base, self.dim, a, b)
-            for a, b, value in self.runs
-        ]
-        return _joined(at, pieces, self.dim)
 
     def read(self, node: fx.Node) -> fx.Node | None:
         """Value of a slice of the tensor, when all of it was written."""
@@ -181,10 +156,12 @@ def _written(node: fx.Node, known: dict[fx.Node, _Assembly]) -> fx.Node | None:
     before = known.get(base)
     if before is None or before.dim != dim:
         before = _Assembly(base, dim, ((0, size, None),))
-    after = before.write(node, *bounds, value)
-    known[node] = after
-    if not after.complete:
+    begin, end = bounds
+    runs = [*before.part(node, 0, begin), (begin, end, value), *before.part(node, end, size)]
+    known[node] = after = _Assembly(before.base, dim, tuple(runs))
+    if _is_empty(after.base) and any(written is None for _, _, written in after.runs):
         return None
-    new = after.value(node)
+    pieces = [piece or _insert(node, aten.slice.Tensor, after.base, dim, a, b) for a, b, piece in runs]
+    new = _joined(node, pieces, dim)
     known[new] = after
     return new

@@ -20,8 +20,8 @@ from torch import fx
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of, drop_dead_nodes, ops
 from rewriter.ir.op_semantics import argument, aten, function_of, kind_of, named_arguments
+from rewriter.tracing.interception import base_name, layer_number, variant_name
 from rewriter.tracing.meta_model import TRACE_DTYPE
-from rewriter.tracing.recorded_calls import base_name, layer_number, variant_name
 
 _traced = torch.ops.rewriter_trace
 
@@ -127,20 +127,17 @@ class _Cleaner:
             ]
         if typed_nodes:
             return typed_nodes[0]
-        if (early := self._ready_call()) is None:
+        # the first call of an intercepted module that returns that dtype and whose inputs are all there (embeddings)
+        calls = (n for n in self.exported.graph.nodes if n.target is _traced.call.default and n not in self.env)
+        typed = (n for n in calls if n.meta["val"][0].dtype == TRACE_DTYPE)
+        early = next((n for n in typed if all(source in self.env for source in n.all_input_nodes)), None)
+        if early is None:
             raise RewriterError(
                 f"{node.target} makes a value in the model's dtype, but no value before it has that dtype"
             )
         self._convert(early)
         result: fx.Node | tuple[fx.Node, ...] = self.env[early]
         return result[0] if isinstance(result, tuple) else result
-
-    def _ready_call(self) -> fx.Node | None:
-        """The first call of an intercepted module that returns the model's dtype and whose inputs are all there
-        (embeddings)."""
-        calls = (n for n in self.exported.graph.nodes if n.target is _traced.call.default and n not in self.env)
-        typed = (n for n in calls if n.meta["val"][0].dtype == TRACE_DTYPE)
-        return next((n for n in typed if all(source in self.env for source in n.all_input_nodes)), None)
 
     # --- operators
 

@@ -72,14 +72,10 @@ def _named(layer_type: str | None, name: str) -> str:
     return name if layer_type is None else f"{layer_type}_{name}"
 
 
-def _settings(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    settings: Mapping[str, Any] = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    return settings
-
-
 def pretrained_length(config: Any, layer_type: str | None = None) -> int:
     """The largest length of a call, in tokens, for which longrope takes its short factors."""
-    return int(_settings(config, layer_type)[_PRETRAINED])
+    settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    return int(settings[_PRETRAINED])
 
 
 def renewed_after(model: PreTrainedModel) -> int | None:

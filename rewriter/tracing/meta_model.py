@@ -253,7 +253,10 @@ _NO_DIFFERENCE = frozenset({"layer_idx", "layer_index", "forward", *nn.Module().
 def fingerprint(module: nn.Module) -> Any:
     """Key of modules that trace alike: class tree, tensor shapes and plain attributes (layer indices aside)."""
     attributes = tuple(
-        (name, repr(value) if _is_plain(value) else _function_name(value))
+        (
+            name,
+            repr(value) if _is_plain(value) else (getattr(value, "__module__", ""), getattr(value, "__qualname__", "")),
+        )
         for name, value in sorted(module.__dict__.items())
         if name not in _NO_DIFFERENCE and (_is_plain(value) or inspect.isroutine(value))
     )
@@ -273,10 +276,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return isinstance(value, (bool, int, float, str, type(None), torch.dtype))
-
-
-def _function_name(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
 
 
 # --- numbers of a config that no model can have

@@ -22,9 +22,8 @@ from rewriter.ir.marks import marks
 from rewriter.ir.op_semantics import dims_of, operator_of
 from rewriter.ir.ops import MaskSpec
 from rewriter.tracing.export import Example
-from rewriter.tracing.interception import Recorded, replaced_forward
+from rewriter.tracing.interception import Recorded, replaced_forward, tensor_paths, tensors_of
 from rewriter.tracing.meta_model import TRACE_DTYPE
-from rewriter.tracing.recorded_calls import tensor_paths, tensors_of
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, MaskSpec)
 

@@ -20,11 +20,10 @@ from rewriter.ir.marks import layer_of, mark
 from rewriter.ir.op_semantics import kind_of
 from rewriter.ir.residual import NoStream, annotate, is_add
 from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, residual_input
+from rewriter.tracing.interception import layer_number, tensors_of
 from rewriter.tracing.masks import refuse_unknown_masks
 from rewriter.tracing.meta_model import TRACE_DTYPE
-from rewriter.tracing.probe import bind
-from rewriter.tracing.recorded_calls import layer_number, tensors_of
-from rewriter.tracing.wiring import cast_to_dtype_of, is_cast
+from rewriter.tracing.wiring import bind, cast_to_dtype_of, is_cast, layer_signature
 
 
 def wire(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, dict[str, Module]]:
@@ -196,7 +195,7 @@ class _Layer:
         for node in self.kind.wiring.nodes:
             if node.op == "placeholder":
                 name = str(node.target)
-                first = name == self.tracer.hidden_name(self.layer)
+                first = name == layer_signature(self.layer)[0][0]
                 env[node] = hidden if first else _Context(name, bound.get(name))
             elif node.op == "call_module":
                 env[node] = self._call(node, self.kind.children[node.name], env)

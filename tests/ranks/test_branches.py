@@ -68,7 +68,7 @@ def test_what_needs_the_block_before_has_no_branch() -> None:
     assert beside(two_branches("gpt_neox", MERGE, LADDER).graph) == [], "a layer of one block"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n > 4)) for n in range(12)])
 def test_branches_of_random_mixes_share_nothing(seed: int) -> None:
     rng = random.Random(seed)
     drawn = draws.architecture(rng, rng.choice(["llama", "gpt2", "gemma2", "mixtral"]))

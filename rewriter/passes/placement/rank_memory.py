@@ -13,7 +13,7 @@ from rewriter.ir import Leaf, Module, Opaque, Program, args_of, nodes_inside, op
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
-from rewriter.passes.sequence.sequence_layout import attention_shapes
+from rewriter.passes.sequence.sequence_plans import attention_shapes
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def every_plan(shape: AttentionShape, ranks: int) -> list[SequencePlan]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_the_chosen_plan_is_never_worse_than_brute_force(seed: int) -> None:
     shape, ranks, tokens = drawn(seed)
     for fabric in (load_fabric("h100-nvlink"), THIN, uniform(1e12)):
@@ -155,11 +155,10 @@ def test_fixed_options_are_kept_and_the_others_chosen() -> None:
         ({"grid": [2, 2]}, r"grid \[2, 2\]: expected \[heads, rows, columns\]"),
         ({"grid": [4, 1, 1]}, r"ulysses 4×1×1: heads=4 does not divide 9 query heads. Nearest .* \[1, 4, 1\]"),
         ({"kind": "ulysses"}, r"heads=4 does not divide 9 query heads"),
-        ({"kind": "ring", "grid": [1, 2, 2]}, r"grid \[1, 2, 2\] is no ring"),
+        ({"kind": "ring", "grid": [1, 2, 2]}, r"grid \[1, 2, 2\] is no ring. On 4 ranks its grid is \[1, 4, 1\]"),
         ({"kind": "ring", "overlap": False}, r"a ring always overlaps"),
         ({"kind": "ulysses", "overlap": True}, r"nothing to overlap"),
     ],
-    ids=["no ranks", "product", "length", "heads", "ulysses", "ring grid", "ring overlap", "ulysses overlap"],
 )
 def test_what_cannot_be_chosen_is_refused_with_the_reason(options: dict[str, object], message: str) -> None:
     with pytest.raises(RewriterError, match=message):

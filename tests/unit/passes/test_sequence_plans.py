@@ -225,7 +225,7 @@ def test_the_bound_is_the_least_over_all_choices() -> None:
         assert least / 1.05 < bound <= least + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_no_plan_sends_less_than_the_bound(seed: int) -> None:
     shape, ranks, tokens = drawn(seed)
     bound = lower_bound(shape, tokens, ranks)
