@@ -11,7 +11,6 @@ that are alike share their bodies.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -286,14 +285,7 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        env[node] = new.create_node(
-            node.op,
-            node.target,
-            fx.map_arg(node.args, env.__getitem__),
-            fx.map_arg(node.kwargs, env.__getitem__),
-            name=node.name,
-        )
-        env[node].meta = copy.copy(node.meta)
+        env[node] = new.node_copy(node, env.__getitem__)
     return new, env
 
 

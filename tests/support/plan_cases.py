@@ -22,7 +22,6 @@ def drawn(seed: int) -> tuple[AttentionShape, int, int]:
         layers=draw.choice([1, 3]),
         batch=draw.choice([1, 2]),
         dtype_bytes=draw.choice([2, 4, 8]),
-        kv_dtype_bytes=draw.choice([None, None, 1]),
         causal=draw.choice([True, False]),
     )
     return shape, draw.randint(1, 36), draw.choice([500, 4096, 65536])

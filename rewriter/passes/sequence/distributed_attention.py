@@ -237,10 +237,8 @@ Axis = Literal["heads", "row", "column", "plane"]
 class AttentionShape:
     """One attention of a model on one tensor-parallel rank, and how many layers have it.
 
-    Heads are those of the tensor-parallel rank. `dtype_bytes` are those of an element of q, k, v and o (8, 4 or 2);
-    `kv_dtype_bytes` those of an element of k and v on the wire, where it is another and the plan names no format;
-    gradients travel in the model's own. `window` is the size of a sliding window or chunk. It spares no bytes: cyclic
-    tokens of a window are on all ranks.
+    Heads are those of the tensor-parallel rank. `dtype_bytes` are those of an element of q, k, v and o (8, 4 or 2).
+    `window` is the size of a sliding window or chunk. It spares no bytes: cyclic tokens of a window are on all ranks.
     """
 
     q_heads: int
@@ -250,7 +248,6 @@ class AttentionShape:
     layers: int = 1
     batch: int = 1
     dtype_bytes: int = 2
-    kv_dtype_bytes: int | None = None
     causal: bool = True
     window: int | None = None
 
@@ -258,11 +255,6 @@ class AttentionShape:
     def accumulation_bytes(self) -> int:
         """Bytes of a log-sum-exp and of an element of a running sum: fp32, or fp64 for fp64."""
         return max(4, self.dtype_bytes)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of an element of k and v on the wire."""
-        return self.dtype_bytes if self.kv_dtype_bytes is None else self.kv_dtype_bytes
 
     @property
     def groups(self) -> int:
@@ -313,6 +305,6 @@ def kv_bytes(plan: SequencePlan, shape: AttentionShape, tokens: int) -> int:
     """Bytes on the wire of the keys and values that a rank holds, a key/value head for each that travels."""
     vectors = shape.batch * plan.local_tokens(tokens) * max(shape.kv_heads, plan.grid[0])
     if not quantizes(plan, shape, tokens):
-        return vectors * (shape.head_dim + shape.value_dim) * shape.kv_bytes
+        return vectors * (shape.head_dim + shape.value_dim) * shape.dtype_bytes
     format = parse_format(str(plan.quantized))
     return vectors * (vector_bytes(format, shape.head_dim) + vector_bytes(format, shape.value_dim))

@@ -119,9 +119,8 @@ def seconds(
     tokens: int,
     device: Device,
     through: Mapping[Axis, Channel],
-    training: bool = True,
 ) -> AttentionSeconds:
-    """Time of one layer's attention on the slowest rank; without `training`, no backward."""
+    """Time of one layer's attention on the slowest rank."""
     pairs = shape.visible_pairs(tokens) * shape.q_heads * shape.batch / plan.ranks
     head, value = shape.head_dim, shape.value_dim
     calls = ALGORITHMS[plan.kind].kernel_calls(plan, shape) * device.call
@@ -129,8 +128,6 @@ def seconds(
     forward = pairs * (2 * head + 2 * value) / device.flops + calls
     backward = pairs * (6 * head + 4 * value) / device.flops + calls
     first = _pass(plan, shape, tokens, through, forward, backward=False)
-    if not training:
-        return AttentionSeconds(first, 0.0, forward)
     return AttentionSeconds(first, _pass(plan, shape, tokens, through, backward, backward=True), forward + backward)
 
 
@@ -203,22 +200,17 @@ def lower_bound(shape: AttentionShape, tokens: int, ranks: int, causal: bool = F
     that in the limit 1 / √2 of the words suffice; but only tiles entirely below the diagonal could do with them. Tiles
     of cyclic or zigzag tokens are half masked, so no plan here can come nearer than the bound of full attention.
     """
-    both = shape.head_dim + shape.value_dim  # q and o, k and v, do and dq, dk and dv
-    size, scale = shape.dtype_bytes, shape.batch * tokens
-    forward = _least(shape, ranks, causal, both * size, both * shape.kv_bytes)
-    backward = _least(shape, ranks, causal, both * size, both * size)
-    return WireBytes(scale * forward, scale * backward)
+    each = (shape.head_dim + shape.value_dim) * shape.dtype_bytes  # q and o, k and v, do and dq, dk and dv
+    least = shape.batch * tokens * each * _least(shape, ranks, causal)
+    return WireBytes(least, least)
 
 
-def _least(shape: AttentionShape, ranks: int, causal: bool, query: float, key: float) -> float:
-    """The least cost in units of N, when a query of one head costs `query` and a key of one head `key`.
-
-    Sides are measured by their costs, x = `query` · u and y = `key` · v, and work by their products.
-    """
+def _least(shape: AttentionShape, ranks: int, causal: bool) -> float:
+    """The least number of queries and keys of one head together, in units of N; work is their product."""
     heads = shape.kv_heads
-    sides = sorted([(query * shape.groups / ranks, query * shape.groups), (key / ranks, key)])
-    (low, low_cap), (high, high_cap) = sides  # what is owned, and all there is
-    work = query * key * shape.q_heads / ranks / (2 if causal else 1) - heads * low * high
+    low, low_cap = 1 / ranks, 1.0  # keys: what is owned, and all there is; queries are as many times the groups
+    high, high_cap = shape.groups / ranks, float(shape.groups)
+    work = shape.q_heads / ranks / (2 if causal else 1) - heads * low * high
     if work <= 0:
         return 0.0  # what a device owns is enough
     if low_cap <= high:  # the short side is filled before the sides are equal: from there each word scores less

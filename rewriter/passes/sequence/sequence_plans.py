@@ -43,8 +43,8 @@ class Setting:
     """The setting that plans are compared in.
 
     `links` gives axes of the grid their own link instead of the fabric's. `tensor_parallel` ranks stand beside
-    each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last. Without
-    `training`, forward alone counts. `quantized` and `min_bytes` are those of every plan.
+    each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last.
+    `quantized` and `min_bytes` are those of every plan.
     """
 
     tokens: int = TOKENS
@@ -52,7 +52,6 @@ class Setting:
     links: Mapping[Axis, Link] | None = None
     tensor_parallel: int = 1
     memory_limit: int | None = None
-    training: bool = True
     quantized: str | None = None
     min_bytes: int = 0
 
@@ -174,7 +173,7 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting | None = None) -> P
     """Cost of one plan. Raises RewriterError if it is impossible."""
     setting = setting or Setting()
     through = channels(plan, setting.fabric, setting.links, setting.tensor_parallel)
-    rank, tokens, training, device = slowest(plan), setting.tokens, setting.training, setting.fabric.device
+    rank, tokens, device = slowest(plan), setting.tokens, setting.fabric.device
     shapes = _several(shape)
 
     def total(parts: Callable[[AttentionShape], tuple[float, ...]]) -> Iterator[float]:
@@ -183,12 +182,10 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting | None = None) -> P
 
     wire = WireBytes(*total(lambda one: astuple(wire_bytes(plan, one, tokens, rank))))
     bound = WireBytes(*total(lambda one: astuple(lower_bound(one, tokens, plan.ranks))))
-    if not training:
-        wire, bound = replace(wire, backward=0), replace(bound, backward=0.0)
-    times = AttentionSeconds(*total(lambda one: astuple(seconds(plan, one, tokens, device, through, training))))
+    times = AttentionSeconds(*total(lambda one: astuple(seconds(plan, one, tokens, device, through))))
     held = [(one.layers, memory(plan, one, tokens)) for one in shapes]
-    saved = sum(layers * m.saved * training for layers, m in held)
-    live = max(max(m.forward + m.saved * (not training), m.backward * training) for _, m in held)
+    saved = sum(layers * m.saved for layers, m in held)
+    live = max(max(m.forward, m.backward) for _, m in held)
     fits = setting.memory_limit is None or saved + live <= setting.memory_limit
     return PlanCost(plan, wire, saved, live, times, bound, fits)
 
