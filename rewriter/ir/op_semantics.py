@@ -245,7 +245,7 @@ def starts_sum(node: fx.Node) -> bool:
 
 
 def ends_collective(node: fx.Node) -> bool:
-    """True if all ranks hold the same value after a node, whatever they held before it."""
+    """True if all ranks hold the same value after a node, also where they held different ones before it."""
     return kind_of(node) == "collective" and function_of(node) in ("sum", "wait", "gather", "agreed")
 
 

@@ -68,7 +68,7 @@ def is_shape(value: Value) -> TypeGuard[Shape]:
 
 
 def _wider(shape: Value, times: int, pieces: int = 1) -> Value:
-    """So many of a shape, or one of so many pieces of it, along its last dimension."""
+    """`times` of a shape, or one of `pieces` of it, along its last dimension."""
     if not is_shape(shape) or not isinstance(shape[-1], int):
         return None
     return (*shape[:-1], shape[-1] * times // pieces)

@@ -73,13 +73,6 @@ class Body:
     def attends(self) -> bool:
         return any(n.op == "placeholder" and n.target == "ctx" for n in self.graph.nodes)
 
-    def all_parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(relative name, shape) of every parameter in this module, in a stable order."""
-        yield from self.parameters.items()
-        for path, module in self.modules.items():
-            for name, shape in parameters_of(module):
-                yield f"{path}.{name}", shape
-
 
 @dataclass(frozen=True)
 class Opaque:
@@ -87,7 +80,7 @@ class Opaque:
 
     The adapted checkpoint calls it as the source's layer does; `simulate` calls it in a live model (`host`), with the
     arguments that the unmodified model gives it there, but for the tensors that the wiring computes: `places` are their
-    paths into (args, kwargs), in the order of the node's inputs. `reason` says in words what stopped the trace.
+    paths into (args, kwargs), in the order of the node's inputs. `reason` says what stopped the trace.
     `outputs` are the shapes of the tensors returned ("B", "S", "N" as in the wiring), `indices` where they stand in the
     returned tuple; None when a bare tensor is returned. `parameters` have names relative to the module.
     """
@@ -112,7 +105,11 @@ Module = Leaf | Body | Opaque
 
 
 def parameters_of(module: Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return module.all_parameters() if isinstance(module, Body) else iter(module.parameters.items())
+    """(relative name, shape) of every parameter in a module, in a stable order."""
+    yield from module.parameters.items()
+    for path, child in module.modules.items() if isinstance(module, Body) else ():
+        for name, shape in parameters_of(child):
+            yield f"{path}.{name}", shape
 
 
 @dataclass(frozen=True)

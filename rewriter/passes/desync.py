@@ -65,7 +65,7 @@ class Desync(Pass):
     residual.
 
     Where a norm N follows the reduction (Gemma 2 and 3, OLMo 2), it moves to where the sum is complete: what a
-    rank goes on with is x_r + N(f_r), for a norm takes the size of the sum from whatever part it is given, and
+    rank goes on with is x_r + N(f_r), for a norm takes the size of the sum from any part it is given, and
 
     - "mean": x = N(AR(f_r)) + AR(x_r / P);
     - "sum": x = x_last_sync + Σ N(AR(f_r)) over all blocks since, whose f_r are carried along un-normed.

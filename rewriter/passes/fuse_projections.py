@@ -177,7 +177,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class FusedBody:
-    """A body after fusion, what was fused, and in words what was left apart."""
+    """A body after fusion, what was fused, and notes on what was left apart."""
 
     body: Body
     fusions: tuple[Fusion, ...] = ()

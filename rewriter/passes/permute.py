@@ -48,9 +48,9 @@ class Permute(Pass):
 
     `ranks` says by block (the path of its module) which rank each unit goes to, one character of 0-9a-z per unit in
     their order on disk: "0110" gives rank 0 units 0 and 3. Units of a rank keep their order; blocks that are not named
-    stay as they are. It is measured above the passes and handed in; `measured_on` says in words with what.
-    `round_robin` assigns the units of every block to so many ranks in turn instead, from the last to the first: an
-    order without a measurement. `applied` says that the checkpoint's weights are in this order already: nothing is
+    stay as they are. It is measured above the passes and handed in; `measured_on` says with what.
+    `round_robin` assigns the units of every block to that number of ranks in turn instead, from the last to the first:
+    an order without a measurement. `applied` says that the checkpoint's weights are in this order already: nothing is
     moved again.
 
     Comes before tensor_parallel. The names and shapes of the adapted checkpoint's tensors are the source's, its config
@@ -191,7 +191,7 @@ class PermutableUnits:
     """A block's `count` units and where they are: by parameter (canonical runtime name), per unit, ranges along a dim.
 
     `path` is the block's module; for an MLP whose projections are the layer's own children, its last one. `heads` says
-    that units are key/value heads with their queries. `reason` says in words why the units may not move; None: they
+    that units are key/value heads with their queries. `reason` says why the units may not move; None: they
     may.
     """
 
@@ -269,7 +269,7 @@ def _bodies(program: Program) -> Iterator[PermutableUnits]:
 
 
 def _units(body: Body) -> tuple[int, Mapping[str, Shard]]:
-    """(number of units, where they are) of one body. Raises Unsplittable with the reason in words."""
+    """(number of units, where they are) of one body. Raises Unsplittable with the reason."""
     attentions = [n for _, n in nodes_inside(body) if n.target is ops.attention]
     if attentions:
         queries, keys = (gcd(*(_heads(n, operand) for n in attentions)) for operand in (0, 1))

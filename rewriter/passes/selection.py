@@ -1,7 +1,7 @@
 """Selections of layers: `upper-half`, `all`, `last:16`, `first:4`, `12-31`, `7` or `[1, 5, 9]`.
 
 Parts of a model by name: the halves `lower-half` and `upper-half`, and the two quarters of the upper half,
-`third-quarter` and `last-quarter`. They join without a gap, whatever the number of layers.
+`third-quarter` and `last-quarter`. They join without a gap for every number of layers.
 
 A selection is written before the model is known, so it is read in two steps: `check` refuses what can never be one,
 `resolve` turns it into layer numbers once the number of layers is known. Imports nothing of ours but the errors.

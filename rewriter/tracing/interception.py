@@ -243,7 +243,7 @@ def gate_of(module: nn.Module) -> dict[str, Any]:
             f"{type(module).__name__}: what its experts do between their projections cannot be evaluated "
             f"({first_line(error)})"
         ) from error
-    # modules that compute in float32 whatever they are given are compared as exactly as that allows
+    # modules that compute in float32 for any input are compared as exactly as that allows
     in_float32 = torch.equal(expected.float().to(expected.dtype), expected) or expected.dtype == torch.float32
     tolerance = float(expected.abs().max()) * (1e-6 if in_float32 else 1e-9)
     for options in _candidates(bool(module.has_gate), numbers):

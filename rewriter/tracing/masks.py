@@ -201,7 +201,8 @@ class StaticGraph:
             number = row.fill if row.fill_at is None else args_of(node)[row.fill_at]
             if not isinstance(number, fx.Node):
                 return Static(lambda length, stand_in: self._filled(node, number, length), sized=_is_size(number))
-        sources = {n: self.of(n) for n in _sources(node)}
+        read = [args_of(node)[0]] if node.target is ops.type_as_model else node.all_input_nodes
+        sources = {} if node.target is ops.additive_mask else {n: self.of(n) for n in read}
         if any(s is None for s in sources.values()):
             return None
         known: dict[fx.Node, Static] = {n: s for n, s in sources.items() if s is not None}
@@ -242,13 +243,6 @@ class StaticGraph:
 def _is_size(value: Any) -> bool:
     """True if a size could be computed from it. A number of 2^60 and more, such as a dtype's lowest, only hides."""
     return type(value) in (int, float) and 0 < abs(value) < 1 << 60
-
-
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a node's value depends on."""
-    if node.target is ops.additive_mask:
-        return []
-    return [args_of(node)[0]] if node.target is ops.type_as_model else node.all_input_nodes
 
 
 _STAND_INS = (MaskSpec("causal"), MaskSpec("window", 3), MaskSpec("chunk", 4), MaskSpec("bidirectional"))

@@ -1,7 +1,7 @@
 """Children of a layer whose inside cannot be represented: they stay the source's own modules (`program.Opaque`).
 
-That is exact as long as what such a child is given, besides the tensors of the wiring, is the same whatever the hidden
-state is: masks, positions, constants. A child that is handed an object which can carry values from layer to layer, or
+That is exact as long as what such a child is given, besides the tensors of the wiring, is the same for every hidden
+state: masks, positions, constants. A child that is handed an object which can carry values from layer to layer, or
 that leaves tensors behind in attributes, is refused.
 """
 

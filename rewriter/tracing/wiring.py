@@ -47,7 +47,7 @@ def layer_signature(layer: nn.Module) -> tuple[tuple[str, ...], bool]:
 def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collection[str] = ()) -> fx.Graph:
     """One fx graph of `layer.forward`: placeholders are its parameters, `call_module` nodes its children.
 
-    `absent` are the arguments that the model leaves at a constant whatever happens (None): they are passed as such.
+    `absent` are the arguments that the model leaves at a constant in every setting (None): they are passed as such.
     `inlined` are the paths of children whose own forward is traced as part of the layer, since they add to the stream.
     A node named by SPLAT stands for the layer's `**kwargs`. Raises RewriterError when the control flow depends on
     values.

@@ -20,7 +20,7 @@ from rewriter.passes.placement.units import Units
 
 
 def split_body(body: Body, ranks: int) -> SplitBody:
-    """`body` for one of `ranks` ranks, with a Partial output. Raises Unsplittable with the reason in words."""
+    """`body` for one of `ranks` ranks, with a Partial output. Raises Unsplittable with the reason."""
     state = PlacementState(body, Units(ranks))
     if body.outputs != 1:
         raise Unsplittable("it returns several tensors")

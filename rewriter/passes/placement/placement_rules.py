@@ -1,7 +1,7 @@
 """Rules for nodes whose values are split over ranks: one rule per kind of node.
 
 A rule reads which values are sharded, partial or local (`PlacementState`), edits the graph in place, and raises
-Unsplittable with the reason in words. A replicated value that enters rank-local computation passes `copy_to_group`,
+Unsplittable with the reason. A replicated value that enters rank-local computation passes `copy_to_group`,
 whose gradient is an all-reduce.
 """
 

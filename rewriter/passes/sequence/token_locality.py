@@ -69,13 +69,10 @@ class _Follower:
                 try:
                     env[node] = self._operation(node, env)
                 except (Mixed, RuntimeError, IndexError, TypeError) as error:
-                    raise RewriterError(self._refusal(path, node, error)) from None
+                    name = str(node.target) if node.op == "call_method" else _name(node.target)
+                    reason = str(error) if isinstance(error, Mixed) else "does not fit another number of tokens"
+                    raise RewriterError(f"{self.who}: {path or 'the wiring'}: {name} {reason}. {_NEXT}") from None
         raise RewriterError("a graph without output")
-
-    def _refusal(self, path: str, node: fx.Node, error: Exception) -> str:
-        name = str(node.target) if node.op == "call_method" else _name(node.target)
-        reason = str(error) if isinstance(error, Mixed) else "does not fit another number of tokens"
-        return f"{self.who}: {path or 'the wiring'}: {name} {reason}. {_NEXT}"
 
     def _attribute(self, node: fx.Node, body: Body | None) -> Owners:
         name = str(node.target)
