@@ -70,8 +70,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
             file = path if path.is_file() else path / "config.json"
             data = read_json(file, "It is no Hugging Face config: download it again, or name another model.")
             refuse_per_rank(source, data)
-            check_numbers(file, data)
-            check_dtypes(file, data)
+            check_values(file, data)
             if needs_own_code(data) and not trust_remote_code:
                 raise RewriterError(
                     f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
@@ -83,7 +82,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
         refuse_per_rank(source, config.to_dict())
         if not path.exists():
-            check_numbers(str(source), config.to_dict())
+            check_values(str(source), config.to_dict())
         return config
     except RewriterError:
         raise
@@ -291,11 +290,17 @@ _FACTORS = ("factor", "long_factor", "short_factor")  # of positions, which are 
 _Place = tuple[str, ...]
 
 
-def check_numbers(file: str | Path, config: Mapping[str, Any]) -> None:
-    """Raise RewriterError, naming file and key, for a NaN, an epsilon below 0, and a rotary base or factor that is not
-    above 0."""
-    for place, value in _floats(config):
+def check_values(file: str | Path, config: Mapping[str, Any]) -> None:
+    """Raise RewriterError, naming file and key, for a NaN, an epsilon below 0, a rotary base or factor that is not
+    above 0, and a `dtype` that transformers cannot read."""
+    for place, value in _leaves(config):
         name = place[-1]
+        if isinstance(value, str):
+            if name not in ("dtype", "torch_dtype") or isinstance(getattr(torch, value, None), torch.dtype):
+                continue
+            raise RewriterError(
+                f"{file}: {'.'.join(place)} is {value!r}, expected a name such as 'bfloat16'. Correct it."
+            )
         if math.isnan(value):
             wrong = "expected a number"
         elif name.endswith(_BASES) and not 0 < value < math.inf:
@@ -307,17 +312,6 @@ def check_numbers(file: str | Path, config: Mapping[str, Any]) -> None:
         else:
             continue
         raise RewriterError(f"{file}: {'.'.join(place)} is {value}, {wrong}. Correct it, or download the file again.")
-
-
-def check_dtypes(file: str | Path, config: Mapping[str, Any]) -> None:
-    """Raise RewriterError, naming file and key, for a `dtype` that transformers cannot read, also of a model inside."""
-    for name in ("dtype", "torch_dtype"):
-        value = config.get(name)
-        if isinstance(value, str) and not isinstance(getattr(torch, value, None), torch.dtype):
-            raise RewriterError(f"{file}: {name} is {value!r}, expected a name such as 'bfloat16'. Correct it.")
-    for inner in config.values():
-        if isinstance(inner, Mapping):
-            check_dtypes(file, inner)
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
@@ -336,11 +330,11 @@ def check_sizes(config: PreTrainedConfig) -> None:
                 )
 
 
-def _floats(config: Mapping[str, Any], place: _Place = ()) -> Iterator[tuple[_Place, float]]:
-    """Every number of a config with its place, those of a list at the place of the list."""
+def _leaves(config: Mapping[str, Any], place: _Place = ()) -> Iterator[tuple[_Place, float | str]]:
+    """Every number and text of a config with its place, those of a list at the place of the list."""
     for name, given in config.items():
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, Mapping):
-                yield from _floats(value, (*place, name))
-            elif isinstance(value, int | float) and not isinstance(value, bool):
+                yield from _leaves(value, (*place, name))
+            elif isinstance(value, int | float | str) and not isinstance(value, bool):
                 yield (*place, name), min(value, 1 << 1000) if isinstance(value, int) else value
