@@ -208,16 +208,19 @@ def producer(node: fx.Node) -> str:
 
 def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node]:
     """The starts of a wiring with another module's matrix products between them and their wait."""
-    hidden: set[fx.Node] = set()
-    computed = 0  # how many modules with matrix products ran so far
-    at: dict[fx.Node, int] = {}
-    working: dict[int, bool] = {}
+    return {start for start, blocks in computed_meanwhile(graph, modules).items() if blocks}
+
+
+def computed_meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[fx.Node, list[int | None]]:
+    """By start of a reduction, the block of each module with matrix products that runs before its wait."""
+    pending: dict[fx.Node, list[int | None]] = {}
+    ended: dict[fx.Node, list[int | None]] = {}
     for node in graph.nodes:
-        if node.op == "call_module":
-            module = modules[str(node.target)]
-            computed += working.setdefault(id(module), computes(module))
-        elif node.target is ops.all_reduce_start:
-            at[node] = computed
-        elif node.target is ops.all_reduce_wait and computed > at[args_of(node)[0]]:
-            hidden.add(args_of(node)[0])
-    return hidden
+        if node.target is ops.all_reduce_start:
+            pending[node] = []
+        elif node.target is ops.all_reduce_wait:
+            ended[args_of(node)[0]] = pending.pop(args_of(node)[0])
+        elif pending and node.op == "call_module" and computes(modules[str(node.target)]):
+            for blocks in pending.values():
+                blocks.append(block_of(node))
+    return ended

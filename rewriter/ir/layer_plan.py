@@ -6,21 +6,20 @@ made from it; what a block's mode means, its pass alone declares (`rewriter.ir.m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
 from torch import fx
 
-from rewriter.ir import Leaf, Module, Program, args_of, ops, walk_modules
-from rewriter.ir.communication import Collective, collectives, local_values, split_paths
+from rewriter.ir import Leaf, Program, ops, walk_modules
+from rewriter.ir.communication import Collective, collectives, computed_meanwhile, local_values, split_paths
 from rewriter.ir.marks import Mode, block_of, in_stream, marks, running_layer, stream_index
 from rewriter.ir.residual import (
     Block,
     BlockKind,
     by_layer,
-    computes,
     residual_blocks,
     stream_values,
     weighted_modules,
@@ -143,7 +142,8 @@ class _Planner:
         self.local = local_values(self.graph, program.parameters) if program.mesh else set()
         self.sent = collectives(program)
         self.split_paths = split_paths(program.parameters)
-        self.meanwhile = _meanwhile(self.graph, program.modules)
+        meanwhile = computed_meanwhile(self.graph, program.modules)
+        self.meanwhile = {block_of(n): len({*blocks} - {block_of(n), None}) for n, blocks in meanwhile.items()}
 
     def plans(self) -> tuple[LayerPlan, ...]:
         crossing = _crossing(self.graph, self.program.source.num_layers, self.local)
@@ -177,23 +177,6 @@ class _Planner:
             split=split if self.program.mesh else "one device",
             collectives=mine,
         )
-
-
-def _meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[int, int]:
-    """By the index of a block whose sum is started and waited for: how many other blocks compute in between."""
-    result: dict[int, int] = {}
-    since: dict[fx.Node, tuple[int | None, set[int | None]]] = {}
-    for node in graph.nodes:
-        if node.target is ops.all_reduce_start:
-            since[node] = (block_of(node), set())
-        elif node.target is ops.all_reduce_wait:
-            block, others = since.pop(args_of(node)[0])
-            if block is not None:
-                result[block] = len(others)
-        elif node.op == "call_module" and computes(modules[str(node.target)]):
-            for block, others in since.values():
-                others |= {block_of(node)} - {block, None}
-    return result
 
 
 def _crossing(graph: fx.Graph, layers: int, local: set[fx.Node]) -> list[tuple[str, ...]]:

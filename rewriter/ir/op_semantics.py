@@ -267,6 +267,16 @@ def named_arguments(target: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[s
     return values | {a.name: v for a, v in zip(schema, args, strict=False)} | dict(kwargs)
 
 
+def slice_bounds(node: fx.Node, size: int) -> tuple[int, int] | None:
+    """(begin, end) of a slice of a dimension of `size` elements, from 0 to `size`; None where they are computed."""
+    start, end = argument(node, "start"), argument(node, "end")
+    bounds = (0 if start is None else start, size if end is None else end)
+    if not all(isinstance(b, int) for b in bounds):
+        return None
+    begin, end = (min(b + size if b < 0 else b, size) for b in bounds)
+    return begin, end
+
+
 def dims_of(node: fx.Node) -> list[Any]:
     """The dimensions that an ATen operator names, as they are given; empty where it names none."""
     given = named_arguments(node.target, node.args, node.kwargs)

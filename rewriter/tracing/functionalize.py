@@ -16,7 +16,7 @@ from torch import fx
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of
-from rewriter.ir.op_semantics import argument, aten, kind_of, operator_of
+from rewriter.ir.op_semantics import argument, aten, kind_of, operator_of, slice_bounds
 
 
 def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -118,7 +118,7 @@ class _Assembly:
 
     def read(self, node: fx.Node) -> fx.Node | None:
         """Value of a slice of the tensor, when all of it was written."""
-        bounds = _bounds(node, 2, self.runs[-1][1])
+        bounds = _bounds(node, self.runs[-1][1])
         if argument(node, "dim") % node.meta["val"].dim() != self.dim or bounds is None:
             return None
         pieces = [value for _, _, value in self.part(node, *bounds)]
@@ -129,28 +129,24 @@ def _joined(at: fx.Node, pieces: list[fx.Node], dim: int) -> fx.Node:
     return pieces[0] if len(pieces) == 1 else _insert(at, aten.cat.default, pieces, dim)
 
 
-def _bounds(node: fx.Node, place: int, size: Any) -> tuple[int, int] | None:
-    """(begin, end) of a slice with step 1 and fixed bounds; None for others. `place` is where its start stands."""
-    start, end, step = (*args_of(node)[place:], *(None,) * 3)[:3]
-    bounds = (0 if start is None else start, size if end is None else end)
-    if step not in (None, 1) or not all(isinstance(b, int) and not isinstance(b, bool) for b in (size, *bounds)):
-        return None
-    begin, stop = (min(b + size if b < 0 else b, size) for b in bounds)
-    return (begin, stop) if 0 <= begin < stop else None
+def _bounds(node: fx.Node, size: Any) -> tuple[int, int] | None:
+    """(begin, end) of a slice with step 1 and fixed bounds that holds something; None for others."""
+    bounds = slice_bounds(node, size) if isinstance(size, int) and argument(node, "step") == 1 else None
+    return bounds if bounds is not None and 0 <= bounds[0] < bounds[1] else None
 
 
 def _written(node: fx.Node, known: dict[fx.Node, _Assembly]) -> fx.Node | None:
     """The tensor after a write to part of it; None where it is not complete yet, or cannot be followed."""
-    base, value, *place = args_of(node)
-    dim = (place[0] if place else 0) % base.meta["val"].dim()
+    base, value = args_of(node)[:2]
+    dim = argument(node, "dim") % base.meta["val"].dim()
     size = base.meta["val"].shape[dim]
     if node.target is aten.select_scatter.default:
-        index = place[1]
+        index = argument(node, "index")
         bounds = (index % size, index % size + 1) if isinstance(size, int) and isinstance(index, int) else None
         if bounds is not None:
             value = _insert(node, aten.unsqueeze.default, value, dim)
     else:
-        bounds = _bounds(node, 3, size)
+        bounds = _bounds(node, size)
     if bounds is None:
         return None
     before = known.get(base)

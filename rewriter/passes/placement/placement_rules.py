@@ -25,6 +25,7 @@ from rewriter.ir.op_semantics import (
     is_sum,
     kind_of,
     operator_of,
+    slice_bounds,
 )
 from rewriter.passes.placement.placement_state import PlacementState, Split, name_of, reads_values
 from rewriter.passes.placement.projections import Product, Shard, column_parallel, held, is_projection, row_parallel
@@ -285,12 +286,10 @@ def _localize_sizes(node: fx.Node, place: int, split: Split) -> None:
 
 
 def _local_bounds(node: fx.Node, size: int, ranges: tuple[Ranges, ...]) -> list[int]:
-    start, end = argument(node, "start"), argument(node, "end")
-    start, end = 0 if start is None else start, size if end is None else end
-    if not isinstance(start, int) or not isinstance(end, int):
+    places = slice_bounds(node, size)
+    if places is None:
         raise Unsplittable("a split dimension is sliced at a computed place")
-    start, end = (min(x + size if x < 0 else x, size) for x in (start, end))
-    bounds = {tuple(sum(max(0, min(b, x) - a) for a, b in r) for x in (start, end)) for r in ranges}
+    bounds = {tuple(sum(max(0, min(b, x) - a) for a, b in r) for x in places) for r in ranges}
     if len(bounds) != 1:
         raise Unsplittable("ranks would slice a split dimension differently")
     return list(bounds.pop())
