@@ -119,7 +119,6 @@ class Simulator:
         self.ranks, self.coordinates = program.mesh.get("tp", 1), program.mesh.get("sp", 1)
         self.length = 0
         self.cache: dict[str, RankValues] = {}
-        self.buffers: dict[int, torch.Tensor] = {}
 
     def run(
         self,
