@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.ir.ops import MaskSpec, SequencePlan
-from rewriter.ir.token_layout import take_tokens
+from rewriter.ir.sequence_plan import take_tokens
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_axis import register

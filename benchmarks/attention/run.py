@@ -42,8 +42,7 @@ from benchmarks.support.namespaces import INTERFACE, Bridge, LinkError
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import Processes
 from rewriter.ir.ops import SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 
 DOMINANCE = 8.0
 RATES = ("slow", "even", "none")

@@ -21,8 +21,7 @@ from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.measure.affinity import affinity, measurable, reordered
 from rewriter.measure.drift import DriftSums, calibration_tokens, load_tokenizer
-from rewriter.passes.permute import DIGITS, order_of
-from rewriter.passes.placement.permutable_units import permutable_units
+from rewriter.passes.permute import DIGITS, order_of, permutable_units
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.report import Row, Scale, Table, short
 from rewriter.ir.ops import MaskSpec
-from rewriter.ir.token_layout import TokenRun
+from rewriter.ir.sequence_plan import TokenRun
 from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.attention.partial_merge import Merger
 from rewriter.runtime.attention.tiles import Gradients, Visibility, tile_backward, tile_forward

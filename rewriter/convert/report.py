@@ -11,7 +11,7 @@ from rewriter.common.numbers import json_text
 from rewriter.ir import Program
 from rewriter.ir.layer_drawing import program_drawing
 from rewriter.output.manifest import Verified
-from rewriter.passes.sequence.sequence_layout import bytes_per_token
+from rewriter.passes.sequence.sequence_plans import bytes_per_token
 
 
 @dataclass

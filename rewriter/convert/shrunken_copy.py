@@ -11,7 +11,7 @@ from rewriter.convert.output_manifest import manifest_of
 from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.ir import Program
-from rewriter.passes.sequence.sequence_layout import sequence_plan
+from rewriter.passes.sequence.sequence_plans import sequence_plan
 
 
 def check_shrunken_copy(program: Program, progress: Callable[..., None]) -> Verification:

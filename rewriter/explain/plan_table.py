@@ -8,7 +8,7 @@ from typing import Any
 
 from rewriter.ir import Program
 from rewriter.ir.layer_plan import BlockPlan, LayerGroup, ModulePlan, grouped, layer_plans, module_plans
-from rewriter.passes.sequence.sequence_layout import sequence_plan
+from rewriter.passes.sequence.sequence_plans import sequence_plan
 
 
 def plan_text(program: Program) -> str:

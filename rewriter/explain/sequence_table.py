@@ -8,11 +8,9 @@ from typing import Any
 
 from rewriter.ir import Program
 from rewriter.ir.ops import SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import ALGORITHMS
-from rewriter.passes.sequence.sequence_bound import lower_bound
-from rewriter.passes.sequence.sequence_layout import attention_shapes, planning, sequence_plan
-from rewriter.passes.sequence.sequence_plans import MARGIN, PlanCost, plans
+from rewriter.passes.sequence.distributed_attention import ALGORITHMS, AttentionShape
+from rewriter.passes.sequence.sequence_costs import lower_bound
+from rewriter.passes.sequence.sequence_plans import MARGIN, PlanCost, attention_shapes, planning, plans, sequence_plan
 from rewriter.recipes import Recipe
 
 _SHAPE = ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "causal", "window")

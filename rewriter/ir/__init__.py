@@ -4,7 +4,7 @@ from rewriter.ir.program import Program
 from rewriter.ir.structure import (
     SPLAT,
     Body,
-    Input,
+    ChildInput,
     LayerArgument,
     LayerSource,
     Leaf,
@@ -30,7 +30,8 @@ from rewriter.ir.structure import (
 )
 
 __all__ = [
-    "SPLAT", "Body", "Input", "LayerArgument", "LayerSource", "Leaf", "Module", "Opaque", "Parameter", "PassRecord",
-    "Program", "PythonCall", "Shape", "Source", "args_of", "bypass", "called_module", "copy_graph", "drop_dead_nodes",
-    "edit_bodies", "nodes_inside", "parameters_of", "placeholders", "put_after", "reachable", "walk_modules",
+    "SPLAT", "Body", "ChildInput", "LayerArgument", "LayerSource", "Leaf", "Module", "Opaque", "Parameter",
+    "PassRecord", "Program", "PythonCall", "Shape", "Source", "args_of", "bypass", "called_module", "copy_graph",
+    "drop_dead_nodes", "edit_bodies", "nodes_inside", "parameters_of", "placeholders", "put_after", "reachable",
+    "walk_modules",
 ]  # fmt: skip

@@ -7,14 +7,13 @@ be silently wrong. What feeds nothing but the bias of an attention may count: at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
 from rewriter.ir import Body, Leaf, Module, Program, args_of, called_module, ops, placeholders, walk_modules
-from rewriter.ir.op_semantics import aten, function_of
+from rewriter.ir.op_semantics import argument, aten, function_of, kind_of
 
 
 def counts_tokens(program: Program) -> str | None:
@@ -39,14 +38,14 @@ def _counts(node: fx.Node) -> bool:
 
 
 def _bias_inputs(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(call, argument) of the wiring where the called body uses the argument for biases only."""
+    """(call, value) of the wiring where the called body uses the value for biases only."""
     for node in program.graph.nodes:
         module = called_module(node, program.modules)
         if not isinstance(module, Body):
             continue
-        for placeholder, argument in zip(placeholders(module.graph), node.args, strict=False):
-            if isinstance(argument, fx.Node) and placeholder.users and _ends_in_bias(placeholder, set()):
-                yield node, argument
+        for placeholder, value in zip(placeholders(module.graph), node.args, strict=False):
+            if isinstance(value, fx.Node) and placeholder.users and _ends_in_bias(placeholder, set()):
+                yield node, value
 
 
 def _ends_in_bias(node: fx.Node, biases: set[tuple[fx.Node, fx.Node]]) -> bool:
@@ -82,9 +81,11 @@ def _tables(graph: fx.Graph, modules: Mapping[str, Module], offsets: Mapping[fx.
             yield from _tables(module.graph, module.modules, given) if given else ()
         elif isinstance(module, Leaf) and module.kind == "Embedding" and args[0] in known:
             yield module.parameters["weight"][0] - known[args[0]]
-        elif node.target in _LOOK_UPS:
-            table, dim, index = _LOOK_UPS[node.target](args)
-            if isinstance(index, fx.Node) and index in known and (rows := _rows(table, dim, modules)) is not None:
+        elif kind_of(node) == "lookup":
+            places = argument(node, "index") or argument(node, "indices")
+            index = places[0] if isinstance(places, (list, tuple)) else places
+            rows = _rows(args[0], argument(node, "dim") or 0, modules) if index in known else None
+            if rows is not None:
                 yield rows - known[index]
         elif args and isinstance(args[0], fx.Node) and args[0] in known:
             if node.target in _SAME:
@@ -107,13 +108,6 @@ def _rows(table: fx.Node, dim: int, modules: Mapping[str, Module]) -> int | None
     return size if isinstance(size, int) else None
 
 
-# (table, dimension, index) of what reads rows of a table
-_LOOK_UPS: Mapping[Any, Callable[[tuple[Any, ...]], tuple[Any, int, Any]]] = {
-    aten.embedding.default: lambda args: (args[0], 0, args[1]),
-    aten.index_select.default: lambda args: args[:3],
-    aten.gather.default: lambda args: args[:3],
-    aten.index.Tensor: lambda args: (args[0], 0, args[1][0]),
-}
 _SAME = frozenset(
     getattr(aten, name).default for name in ("reshape", "view", "unsqueeze", "squeeze", "expand", "repeat", "clone")
 )

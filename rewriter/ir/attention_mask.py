@@ -44,7 +44,7 @@ class MaskSpec:
 
     @property
     def reach(self) -> int | None:
-        """No query sees a key so many positions before it, or more; None without such a bound."""
+        """Distance in positions from which on no query sees a key before it; None without such a bound."""
         return self.size
 
     @property
@@ -54,7 +54,7 @@ class MaskSpec:
 
     @property
     def shifts(self) -> bool:
-        """What two positions see of each other changes where both are shifted alike."""
+        """True if visibility between two positions changes where both are shifted by the same distance."""
         return self.kind == "chunk"
 
     def unbounded(self, length: int) -> bool:

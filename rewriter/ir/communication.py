@@ -107,8 +107,10 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             format = options.get("format")
             place: Place = "block" if layer is not None else "head" if gather else "embedding"
             kind: Literal["all-reduce", "all-gather"] = "all-gather" if gather else "all-reduce"
-            exact = width * size
-            sent = exact if format is None else _payload_per_token(width, format)
+            exact = sent = width * size
+            if format is not None:  # codes and scales (16 bits, one a block) of a token's elements, rounded up
+                parsed = parse_format(format)
+                sent = -(-width * (parsed.block * parsed.bits + 16) // (8 * parsed.block))
             hidden, path = node in overlapped, producer(node)
             sent_values.append(Collective(kind, place, path, layer, index, width, sent, hidden, exact, **options))
         elif node.op == "call_module":
@@ -122,15 +124,20 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     return tuple(sent_values)
 
 
+def split_paths(parameters: Mapping[str, Parameter]) -> set[str]:
+    """Paths of the modules that hold a split parameter, each with all paths above."""
+    owners = [name.split(".")[:-1] for name, p in parameters.items() if p.ranges is not None]
+    return {".".join(parts[:i]) for parts in owners for i in range(1, len(parts) + 1)}
+
+
 def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx.Node]:
     """The values of a wiring that differ by rank."""
-    owners = [name.split(".")[:-1] for name, p in parameters.items() if p.ranges is not None]
-    prefixes = {".".join(parts[:i]) for parts in owners for i in range(1, len(parts) + 1)}
+    paths = split_paths(parameters)
     local: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or ends_collective(node):
             continue
-        split = node.op == "call_module" and str(node.target) in prefixes
+        split = node.op == "call_module" and str(node.target) in paths
         if split or node.target is ops.copy_to_group or any(n in local for n in node.all_input_nodes):
             local.add(node)
     return local
@@ -156,12 +163,6 @@ def sent_bytes(elements: int, ranks: int, format: str) -> int:
     """Bytes that a rank sends to others, and receives, in the quantized all-reduce of a tensor, exactly."""
     parsed = parse_format(format)
     return 2 * (ranks - 1) * parsed.payload_bytes(slice_length(elements, ranks, parsed))
-
-
-def _payload_per_token(width: int, name: str) -> int:
-    """Bytes of codes and scales (16 bits, one a block) of a token's elements, rounded up."""
-    format = parse_format(name)
-    return -(-width * (format.block * format.bits + 16) // (8 * format.block))
 
 
 def summary(collectives: Iterable[Collective]) -> CollectiveTraffic:
@@ -207,16 +208,19 @@ def producer(node: fx.Node) -> str:
 
 def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node]:
     """The starts of a wiring with another module's matrix products between them and their wait."""
-    hidden: set[fx.Node] = set()
-    computed = 0  # how many modules with matrix products ran so far
-    at: dict[fx.Node, int] = {}
-    working: dict[int, bool] = {}
+    return {start for start, blocks in computed_meanwhile(graph, modules).items() if blocks}
+
+
+def computed_meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[fx.Node, list[int | None]]:
+    """By start of a reduction, the block of each module with matrix products that runs before its wait."""
+    pending: dict[fx.Node, list[int | None]] = {}
+    ended: dict[fx.Node, list[int | None]] = {}
     for node in graph.nodes:
-        if node.op == "call_module":
-            module = modules[str(node.target)]
-            computed += working.setdefault(id(module), computes(module))
-        elif node.target is ops.all_reduce_start:
-            at[node] = computed
-        elif node.target is ops.all_reduce_wait and computed > at[args_of(node)[0]]:
-            hidden.add(args_of(node)[0])
-    return hidden
+        if node.target is ops.all_reduce_start:
+            pending[node] = []
+        elif node.target is ops.all_reduce_wait:
+            ended[args_of(node)[0]] = pending.pop(args_of(node)[0])
+        elif pending and node.op == "call_module" and computes(modules[str(node.target)]):
+            for blocks in pending.values():
+                blocks.append(block_of(node))
+    return ended

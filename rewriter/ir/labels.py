@@ -8,7 +8,7 @@ literally; pointwise ones pass labels on. Nothing here knows models.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -151,10 +151,9 @@ class Labels:
             return _ON_LABELS[node.target](concrete(args_of(node)[0]))
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def propagate(self, stops: Iterable[fx.Node] = ()) -> None:
-        """Forward and backward until nothing changes. Labels do not pass through `stops`."""
-        barred = set(stops)
-        nodes = [n for n in self.graph.nodes if n.op == "call_function" and n not in barred]
+    def propagate(self) -> None:
+        """Forward and backward until nothing changes."""
+        nodes = [n for n in self.graph.nodes if n.op == "call_function"]
         self.changed = True
         while self.changed:
             self.changed = False

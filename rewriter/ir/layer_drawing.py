@@ -40,11 +40,8 @@ def program_drawing(program: Program) -> str:
         layers = grouped(layer_plans(program))
     except (RewriterError, KeyError, IndexError):  # a program that is wrong is shown without
         return ""
-    return layers_drawing(layers, "one device" if not program.mesh else _mesh(program)) if layers else ""
-
-
-def _mesh(program: Program) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in program.mesh.items())
+    mesh = ", ".join(f"{axis}={size}" for axis, size in program.mesh.items())
+    return layers_drawing(layers, mesh or "one device") if layers else ""
 
 
 def layers_drawing(layers: Sequence[LayerGroup], what: str) -> str:
@@ -61,7 +58,8 @@ def layers_drawing(layers: Sequence[LayerGroup], what: str) -> str:
         width += 90
         parts.append(text(_x(value) + 14, _STREAM + 4, f"… {sum(g.count for g in left_out)} more layers", "rt rq"))
     legend, needed = _legend(shown)
-    return svg(max(width, needed), _STREAM + 52, what, _sentence(layers), STYLE, [*parts, *legend])
+    sentence = ". ".join(f"{group.label}: " + "; ".join(_words(b) for b in group.blocks) for group in layers)
+    return svg(max(width, needed), _STREAM + 52, what, sentence, STYLE, [*parts, *legend])
 
 
 def _x(value: float) -> float:
@@ -95,7 +93,8 @@ def _block(block: BlockPlan, value: int) -> list[str]:
     down = f"{number(next_value)} {number(_STREAM)}"
     parts.append(path(f"M{number(right)} {number(bottom - high / 2)}{curve} {down}", "rl"))
     parts.append(rectangle(left, _TOP, wide, high, "rb" if block.kind == "attention" else "rm", _words(block), 4))
-    parts.append(text(middle, _TOP + 17, _short(block.name), "rw"))
+    short = block.name if len(block.name) <= 15 else block.name[:14] + "…"
+    parts.append(text(middle, _TOP + 17, short, "rw"))
     return [*parts, *_reduction(block, next_value, bottom)]
 
 
@@ -128,10 +127,6 @@ def _words(block: BlockPlan) -> str:
     return f"{block.name} ({block.kind}, {block.mode.label}): reads {reads}{own}"
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 15 else name[:14] + "…"
-
-
 def _legend(layers: Sequence[LayerGroup]) -> tuple[list[str], float]:
     """The signs that occur, and how wide they are together."""
     blocks = [b for group in layers for b in group.blocks]
@@ -152,8 +147,3 @@ def _legend(layers: Sequence[LayerGroup]) -> tuple[list[str], float]:
             parts += [path(mark, style), text(x + 24, y, words, "rt rq")]
             x += 42 + _LETTER * len(words)
     return parts, x
-
-
-def _sentence(layers: Sequence[LayerGroup]) -> str:
-    """The drawing in words."""
-    return ". ".join(f"{group.label}: " + "; ".join(_words(b) for b in group.blocks) for group in layers)

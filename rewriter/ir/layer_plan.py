@@ -6,21 +6,20 @@ made from it; what a block's mode means, its pass alone declares (`rewriter.ir.m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
 from torch import fx
 
-from rewriter.ir import Leaf, Module, Program, args_of, ops, walk_modules
-from rewriter.ir.communication import Collective, collectives, local_values
+from rewriter.ir import Leaf, Program, ops, walk_modules
+from rewriter.ir.communication import Collective, collectives, computed_meanwhile, local_values, split_paths
 from rewriter.ir.marks import Mode, block_of, in_stream, marks, running_layer, stream_index
 from rewriter.ir.residual import (
     Block,
     BlockKind,
     by_layer,
-    computes,
     residual_blocks,
     stream_values,
     weighted_modules,
@@ -142,8 +141,9 @@ class _Planner:
         self.stream = stream_values(self.graph)
         self.local = local_values(self.graph, program.parameters) if program.mesh else set()
         self.sent = collectives(program)
-        self.split_paths = _split_paths(program)
-        self.meanwhile = _meanwhile(self.graph, program.modules)
+        self.split_paths = split_paths(program.parameters)
+        meanwhile = computed_meanwhile(self.graph, program.modules)
+        self.meanwhile = {block_of(n): len({*blocks} - {block_of(n), None}) for n, blocks in meanwhile.items()}
 
     def plans(self) -> tuple[LayerPlan, ...]:
         crossing = _crossing(self.graph, self.program.source.num_layers, self.local)
@@ -160,6 +160,8 @@ class _Planner:
         reduction: Reduction = "dropped" if any(marks(n).dropped for n in block.branch) else "none"
         if reductions:
             reduction = "hidden" if all(c.hidden for c in reductions) else "exposed"
+        parts = [path in self.split_paths for path in weighted_modules(block, self.program.modules)]
+        split = "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
         return BlockPlan(
             name=block.path.rpartition(".")[2] if block.kind != "parallel" else "attention + mlp",
             path=block.path,
@@ -172,43 +174,9 @@ class _Planner:
             ranks_differ=self.stream[block.index + 1] in self.local,
             reduction=reduction,
             meanwhile=self.meanwhile.get(block.index, 0),
-            split=self._split(block),
+            split=split if self.program.mesh else "one device",
             collectives=mine,
         )
-
-    def _split(self, block: Block) -> str:
-        if not self.program.mesh:
-            return "one device"
-        parts = [path in self.split_paths for path in weighted_modules(block, self.program.modules)]
-        return "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
-
-
-def _split_paths(program: Program) -> set[str]:
-    """Paths of the modules that hold a split parameter, each with all paths above."""
-    paths: set[str] = set()
-    for name, parameter in program.parameters.items():
-        if parameter.ranges is not None:
-            while "." in name:
-                name = name.rpartition(".")[0]
-                paths.add(name)
-    return paths
-
-
-def _meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[int, int]:
-    """By the index of a block whose sum is started and waited for: how many other blocks compute in between."""
-    result: dict[int, int] = {}
-    since: dict[fx.Node, tuple[int | None, set[int | None]]] = {}
-    for node in graph.nodes:
-        if node.target is ops.all_reduce_start:
-            since[node] = (block_of(node), set())
-        elif node.target is ops.all_reduce_wait:
-            block, others = since.pop(args_of(node)[0])
-            if block is not None:
-                result[block] = len(others)
-        elif node.op == "call_module" and computes(modules[str(node.target)]):
-            for block, others in since.values():
-                others |= {block_of(node)} - {block, None}
-    return result
 
 
 def _crossing(graph: fx.Graph, layers: int, local: set[fx.Node]) -> list[tuple[str, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -17,10 +16,6 @@ from rewriter.weights.finite import require_finite
 from rewriter.weights.plain_model import plain_model
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-# What opaque modules were given on the last inputs, by model. It depends on nothing else, so programs share it.
-_GIVEN: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, Call]]] = weakref.WeakKeyDictionary()
-_KEPT = 8
 
 
 def opaque_modules(program: Program) -> dict[str, Opaque]:
@@ -59,18 +54,8 @@ class Host:
     @torch.no_grad()
     def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> None:
         """Run the unmodified model, without a cache, and keep what each opaque module is given beside the wiring's."""
-        inputs = [t for t in (input_ids, position_ids) if t is not None]
-        places = tuple((path, opaque.places) for path, opaque in self.opaque.items())
-        key = (places, *((tuple(t.shape), t.cpu().numpy().tobytes()) for t in inputs))
-        known = _GIVEN.setdefault(self.model, {})
-        if key not in known:
-            known[key] = self._capture(input_ids, {} if position_ids is None else {"position_ids": position_ids})
-            for surplus in list(known)[:-_KEPT]:
-                del known[surplus]
-        self.calls = known[key]
-
-    def _capture(self, input_ids: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, Call]:
-        calls: dict[str, Call] = {}
+        given = {} if position_ids is None else {"position_ids": position_ids}
+        self.calls = calls = {}
 
         def hook(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if path in calls:
@@ -85,7 +70,6 @@ class Host:
                 before = functools.partial(hook, path)
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self.model(input_ids=input_ids, use_cache=False, **given)
-        return calls
 
     def call(
         self, path: str, opaque: Opaque, inputs: list[torch.Tensor], parameters: Mapping[str, torch.Tensor]

@@ -7,7 +7,7 @@ data, which are the factors of a product, which hold the sizes of the result. Ar
 
 To add an operator, find the kind below that describes it and add its overload to that row. If no analysis may look
 through it, leave it out: every reader refuses an operator that has no row. Operators that torch tags as pointwise need
-no row, unless `function` has to tell which one it is. A new kind needs a line in `Kind` and a rule in `token_rules`.
+no row, unless `function` has to tell which one it is. A new kind needs a line in `Kind` and a rule in `token_locality`.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def starts_sum(node: fx.Node) -> bool:
 
 
 def ends_collective(node: fx.Node) -> bool:
-    """True if all ranks hold the same value after a node, whatever they held before it."""
+    """True if all ranks hold the same value after a node, also where they held different ones before it."""
     return kind_of(node) == "collective" and function_of(node) in ("sum", "wait", "gather", "agreed")
 
 
@@ -265,6 +265,16 @@ def named_arguments(target: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[s
     schema = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     values = {a.name: a.default_value for a in schema if a.has_default_value()}
     return values | {a.name: v for a, v in zip(schema, args, strict=False)} | dict(kwargs)
+
+
+def slice_bounds(node: fx.Node, size: int) -> tuple[int, int] | None:
+    """(begin, end) of a slice of a dimension of `size` elements, from 0 to `size`; None where they are computed."""
+    start, end = argument(node, "start"), argument(node, "end")
+    bounds = (0 if start is None else start, size if end is None else end)
+    if not all(isinstance(b, int) for b in bounds):
+        return None
+    begin, end = (min(b + size if b < 0 else b, size) for b in bounds)
+    return begin, end
 
 
 def dims_of(node: fx.Node) -> list[Any]:

@@ -1,7 +1,7 @@
 """The vocabulary of the IR: what attention, experts and collectives mean, in plain PyTorch.
 
 Each function is the specification of a node of a `Program`: slow, exact, on one device. The runtime implements the same
-contracts on many ranks; tests compare the two. `attention_mask`, `sequence_plan` and `token_layout` define positions.
+contracts on many ranks; tests compare the two. `attention_mask` and `sequence_plan` define positions.
 
 Shape suffixes: B batch, S query length, T key length, H query heads, K key/value heads, D head size of q and k, E head
 size of v, N tokens, X experts, I intermediate size.

@@ -68,7 +68,7 @@ def is_shape(value: Value) -> TypeGuard[Shape]:
 
 
 def _wider(shape: Value, times: int, pieces: int = 1) -> Value:
-    """So many of a shape, or one of so many pieces of it, along its last dimension."""
+    """`times` of a shape, or one of `pieces` of it, along its last dimension."""
     if not is_shape(shape) or not isinstance(shape[-1], int):
         return None
     return (*shape[:-1], shape[-1] * times // pieces)
@@ -121,10 +121,9 @@ def _body_shapes(body: Body, inputs: Sequence[Value]) -> Value:
 
 def _named(shape: Sequence[Any], names: Mapping[str, str]) -> Shape:
     """Sizes as ints and symbols; a product of symbols is "N"."""
-    return tuple(_symbol(s, names) if isinstance(s, torch.SymInt) else int(s) for s in shape)
-
-
-def _symbol(size: torch.SymInt, names: Mapping[str, str]) -> str:
-    text = str(size)
     share = next((name[1:] for name in names.values() if name[0] in "SN"), "")
-    return names.get(text, ("N" if "*" in text else "S") + share)
+
+    def symbol(text: str) -> str:
+        return names.get(text, ("N" if "*" in text else "S") + share)
+
+    return tuple(symbol(str(s)) if isinstance(s, torch.SymInt) else int(s) for s in shape)

@@ -21,8 +21,8 @@ from torch import fx, nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, ops
 from rewriter.ir.live_model import Host, load_host, opaque_modules
-from rewriter.ir.quantized_reference import arrived, quantized_sum
-from rewriter.ir.token_layout import join_tokens, take_tokens
+from rewriter.ir.sequence_plan import join_tokens, take_tokens
+from rewriter.kernels import dequantize_rows, parse_format, quantize_rows, slice_length
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,6 @@ class Simulator:
         self.ranks, self.coordinates = program.mesh.get("tp", 1), program.mesh.get("sp", 1)
         self.length = 0
         self.cache: dict[str, RankValues] = {}
-        self.buffers: dict[int, torch.Tensor] = {}
 
     def run(
         self,
@@ -172,7 +171,10 @@ class Simulator:
                     lambda *results: self._each(lambda *xs: tuple(xs), results), [env[n] for n in result]
                 )
             elif node.target is ops.shard_tokens:
-                env[node] = self._shard_tokens(node, env[args_of(node)[0]])
+                value = env[args_of(node)[0]]
+                if len(value) > 1:
+                    raise RewriterError(f"{node.name}: the tokens are sharded already")
+                env[node] = self._split(node, args_of(node)[2], value[0], 1)
             elif node.target is ops.gather_tokens:
                 env[node] = (self._gather_tokens(node, env[args_of(node)[0]], 1, args_of(node)[2]),)
             elif node.target is ops.attention and node.kwargs.get("sequence") is not None:
@@ -210,11 +212,6 @@ class Simulator:
             RankValues(tuple(take_tokens(x, dim, plan.layout, i, plan.ranks) for x in values.values))
             for i in range(self.coordinates)
         )
-
-    def _shard_tokens(self, node: fx.Node, value: Shards) -> Shards:
-        if len(value) > 1:
-            raise RewriterError(f"{node.name}: the tokens are sharded already")
-        return self._split(node, args_of(node)[2], value[0], 1)
 
     def _gather_tokens(self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan) -> RankValues:
         if len(value) == 1:
@@ -330,3 +327,63 @@ def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     if leaf.kind == "LayerNorm":
         return F.layer_norm(x, (leaf.options["normalized_shape"],), weight, bias, leaf.options["eps"])
     raise RewriterError(f"no meaning for a module of kind {leaf.kind}")
+
+
+def quantized_sum(parts: Sequence[torch.Tensor], format: str, min_bytes: int = 0) -> torch.Tensor:
+    """Result of the all-reduce of `parts`, one tensor a rank; see `rewriter.ir.ops.all_reduce`.
+
+    The gradient of every part is the result's, as it is of an exact sum. Parts in fp64 travel as fp32.
+    """
+    if parts[0].nbytes < min_bytes:
+        return sum(parts[1:], parts[0])
+    result: torch.Tensor = _SameGradient.apply(_reduced(parts, format), *parts)
+    return result
+
+
+def arrived(x: torch.Tensor, format: str) -> torch.Tensor:
+    """`x` [..., n] as all ranks have it where each vector of n elements travels by itself.
+
+    The gradient of x is that of the result. x in fp64 travels as fp32.
+    """
+    rows_RN = _wire(x).reshape(-1, x.shape[-1])
+    result: torch.Tensor = _SameGradient.apply(_sent(rows_RN, format, rows_RN.dtype).view(x.shape).to(x.dtype), x)
+    return result
+
+
+class _SameGradient(torch.autograd.Function):
+    """`value`, whose gradient each of `parts` has."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.parts = len(parts)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(gradient,) * ctx.parts
+
+
+@torch.no_grad()
+def _reduced(parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    format, ranks, like = parse_format(name), len(parts), parts[0]
+    length = slice_length(like.numel(), ranks, format)
+    padding = (0, ranks * length - like.numel())
+    slices_PRN = [F.pad(_wire(part).reshape(-1), padding).view(ranks, length) for part in parts]
+    arrived_PRN = [_sent(rows, name, torch.float32) for rows in slices_PRN]
+    total_RN = torch.zeros(ranks, length, device=like.device)
+    for owner in range(ranks):
+        for sender in range(ranks):
+            if sender != owner:
+                total_RN[owner] += arrived_PRN[sender][owner]
+        total_RN[owner] += slices_PRN[owner][owner].float()
+    result = _sent(total_RN, name, slices_PRN[0].dtype)
+    return result.reshape(-1)[: like.numel()].view(like.shape).to(like.dtype)
+
+
+@torch.no_grad()
+def _sent(rows_RN: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize_rows(quantize_rows(rows_RN, format), format, rows_RN.shape[1], dtype)
+
+
+def _wire(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().float() if x.dtype == torch.float64 else x.detach()

@@ -11,7 +11,6 @@ that are alike share their bodies.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -74,13 +73,6 @@ class Body:
     def attends(self) -> bool:
         return any(n.op == "placeholder" and n.target == "ctx" for n in self.graph.nodes)
 
-    def all_parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(relative name, shape) of every parameter in this module, in a stable order."""
-        yield from self.parameters.items()
-        for path, module in self.modules.items():
-            for name, shape in parameters_of(module):
-                yield f"{path}.{name}", shape
-
 
 @dataclass(frozen=True)
 class Opaque:
@@ -88,7 +80,7 @@ class Opaque:
 
     The adapted checkpoint calls it as the source's layer does; `simulate` calls it in a live model (`host`), with the
     arguments that the unmodified model gives it there, but for the tensors that the wiring computes: `places` are their
-    paths into (args, kwargs), in the order of the node's inputs. `reason` says in words what stopped the trace.
+    paths into (args, kwargs), in the order of the node's inputs. `reason` says what stopped the trace.
     `outputs` are the shapes of the tensors returned ("B", "S", "N" as in the wiring), `indices` where they stand in the
     returned tuple; None when a bare tensor is returned. `parameters` have names relative to the module.
     """
@@ -113,15 +105,20 @@ Module = Leaf | Body | Opaque
 
 
 def parameters_of(module: Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return module.all_parameters() if isinstance(module, Body) else iter(module.parameters.items())
+    """(relative name, shape) of every parameter in a module, in a stable order."""
+    yield from module.parameters.items()
+    for path, child in module.modules.items() if isinstance(module, Body) else ():
+        for name, shape in parameters_of(child):
+            yield f"{path}.{name}", shape
 
 
 @dataclass(frozen=True)
 class PythonCall:
     """The call of a child in the source's layer, in Python, for printing a Hugging Face layer from the wiring.
 
-    `args` and `kwargs` are trees whose leaves are constants, `Input(i)` (the node's i-th argument) or `LayerArgument`.
-    `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned tuple.
+    `args` and `kwargs` are trees whose leaves are constants, `ChildInput(i)` (the node's i-th argument) or
+    `LayerArgument`. `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned
+    tuple.
     """
 
     args: tuple[Any, ...]
@@ -131,7 +128,7 @@ class PythonCall:
 
 
 @dataclass(frozen=True)
-class Input:
+class ChildInput:
     index: int
 
 
@@ -285,14 +282,7 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        env[node] = new.create_node(
-            node.op,
-            node.target,
-            fx.map_arg(node.args, env.__getitem__),
-            fx.map_arg(node.kwargs, env.__getitem__),
-            name=node.name,
-        )
-        env[node].meta = copy.copy(node.meta)
+        env[node] = new.node_copy(node, env.__getitem__)
     return new, env
 
 

@@ -23,8 +23,7 @@ from rewriter.ir.simulate import RankValues, Simulator, load_weights
 from rewriter.measure.drift import DriftSums, other_weights, windows
 from rewriter.measure.unit_assignment import assign_units
 from rewriter.passes.base import bound_ranks, single_device
-from rewriter.passes.permute import DIGITS, moved_units, order_of
-from rewriter.passes.placement.permutable_units import PermutableUnits, permutable_units
+from rewriter.passes.permute import DIGITS, PermutableUnits, moved_units, order_of, permutable_units
 from rewriter.passes.placement.projections import is_row_split
 from rewriter.recipes.apply import apply_recipe
 

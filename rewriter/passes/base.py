@@ -81,7 +81,7 @@ class Pass(ABC):
         """`program` rewritten. Raises RewriterError with the reason when it matches nothing."""
 
     def check_mesh(self, mesh: Mapping[str, int]) -> None:
-        """Raises RewriterError, before any work, where it cannot be applied on so many ranks ("tp", "sp")."""
+        """Raises RewriterError, before any work, where it cannot be applied on these numbers of ranks ("tp", "sp")."""
         if self.scope == "per_rank" and mesh["tp"] == 1:
             raise RewriterError(
                 f"{self.name} is bound to a number of ranks: what it computes differs with it. Give --tp 2 or more."

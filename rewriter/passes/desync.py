@@ -22,14 +22,14 @@ from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
     check_ranks,
     chosen_blocks,
-    is_normed,
+    is_reduced,
     made_of,
     part_of,
     partial_of,
     replace_stream_value,
     settle_reads,
     split_writes,
-    travel_of,
+    sum_in,
 )
 from rewriter.passes.selection import Selection, resolve, runs_of
 from rewriter.weights.expressions import Concat
@@ -65,7 +65,7 @@ class Desync(Pass):
     residual.
 
     Where a norm N follows the reduction (Gemma 2 and 3, OLMo 2), it moves to where the sum is complete: what a
-    rank goes on with is x_r + N(f_r), for a norm takes the size of the sum from whatever part it is given, and
+    rank goes on with is x_r + N(f_r), for a norm takes the size of the sum from any part it is given, and
 
     - "mean": x = N(AR(f_r)) + AR(x_r / P);
     - "sum": x = x_last_sync + Σ N(AR(f_r)) over all blocks since, whose f_r are carried along un-normed.
@@ -250,13 +250,13 @@ class _PerRankStream:
         for part in parts:
             mark(part, dropped=True)
         if self.resync == "sum":
-            self.added = self._added([p for p, w in zip(parts, reduced, strict=True) if not is_normed(w)], whole)
-            self.waiting += filter(is_normed, reduced)
+            self.added = self._added([p for p, w in zip(parts, reduced, strict=True) if is_reduced(w)], whole)
+            self.waiting += [w for w in reduced if not is_reduced(w)]
         return self._sum(current, *parts, *whole)
 
     def _kept(self, current: fx.Node, reduced: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
-        travel = travel_of(reduced[0])
-        parts = [partial_of(w, self.block) for w in reduced if not is_normed(w)]
+        travel = dict(sum_in(reduced[0]).kwargs)
+        parts = [partial_of(w, self.block) for w in reduced if is_reduced(w)]
         if self.resync == "sum":
             value, added = self.synchronised, self._added(parts, whole)
         elif travel:
@@ -264,7 +264,7 @@ class _PerRankStream:
         else:
             mean = self._made(operator.mul, self._sum(current, *whole), 1 / self.ranks)
             value, added = None, self._sum(*parts, mean)
-        normed = [*self.waiting, *filter(is_normed, reduced)]
+        normed = [*self.waiting, *(w for w in reduced if not is_reduced(w))]
         sums = self._reduced(normed, added, travel)
         for write in normed:
             term = self._normed(write, sums[write])
@@ -289,7 +289,7 @@ class _PerRankStream:
         return {of: self._late(of, operator.getitem, pieces, i) for i, of in enumerate(parts)}
 
     def _normed(self, write: fx.Node, total: fx.Node) -> fx.Node:
-        """What `write` makes of its `total`; ranks agree on it where the norm is given parts of it, too, or was by an
+        """Value of `write` for its `total`; ranks agree on it where the norm is given parts of it, too, or was by an
         earlier pass."""
         if write not in self.waiting and write.target is not ops.agreed:
             return made_of(write, total)

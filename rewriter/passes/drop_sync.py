@@ -24,7 +24,7 @@ class DropSync(Pass):
     The attention's partial stays on its rank until the MLP's reduction brings it along: one all-reduce instead of two,
     nothing scaled (desync with `resync: sum`). Where: in `layers`; or else in the `drop` cheapest layers by
     `sensitivity`, the cost of each layer's drop alone (null: nothing to drop there), which is measured above the passes
-    and handed in; `measured_on` says in words with what. `drop` counts layers (an int), or is a fraction in (0, 1] of
+    and handed in; `measured_on` says with what. `drop` counts layers (an int), or is a fraction in (0, 1] of
     those that could be chosen, rounded down. Of layers that cost the same, later ones go first: their error passes
     through fewer layers. The paper measures in another way: dropping from the last layer on, one after the other.
 
@@ -123,14 +123,12 @@ class DropSync(Pass):
         result = desynchronise(program, kept, "sum", self.name)
         where = f"{len(layers)} of {len(droppable)} layers: {', '.join(map(str, layers))}"
         summary = f"attention's reduction dropped on {ranks} ranks in {where}"
-        return record(result, self, summary, self._notes())
-
-    def _notes(self) -> tuple[str, ...]:
         if self.layers is not None or self.sensitivity is None:
-            return ()
+            return record(result, self, summary)
         costs = ", ".join(f"{i}: {'–' if cost is None else f'{cost:.3g}'}" for i, cost in enumerate(self.sensitivity))
         source = f" ({self.measured_on})" if self.measured_on else ""
-        return (f"what each layer's drop alone costs, KL in nats per token{source}: {costs}",)
+        note = f"what each layer's drop alone costs, KL in nats per token{source}: {costs}"
+        return record(result, self, summary, (note,))
 
 
 def attention_reductions(program: Program) -> dict[int, Block]:

@@ -131,7 +131,8 @@ def _stretches(nodes: Sequence[fx.Node]) -> list[_Stretch]:
 
 def _branch(block: _Stretch, following: _Stretch, modules: Mapping[str, Module]) -> list[fx.Node]:
     """The nodes of `block` that can run beside `following`, in order; none where it has to come before."""
-    if block.end.target is not ops.all_reduce_start or not _works(following, modules):
+    works = any(n.op == "call_module" and computes(modules[str(n.target)]) for n in following.nodes)
+    if block.end.target is not ops.all_reduce_start or not works:
         return []
     if any(user in following.nodes for user in block.end.users):  # the wait
         return []
@@ -140,10 +141,6 @@ def _branch(block: _Stretch, following: _Stretch, modules: Mapping[str, Module])
     branch = [n for n in own if n in needed]
     leaves = any(user not in branch and user is not block.end for n in branch if not in_stream(n) for user in n.users)
     return [] if leaves else branch
-
-
-def _works(stretch: _Stretch, modules: Mapping[str, Module]) -> bool:
-    return any(n.op == "call_module" and computes(modules[str(n.target)]) for n in stretch.nodes)
 
 
 def _separate(block: _Stretch, branch: Sequence[fx.Node]) -> None:

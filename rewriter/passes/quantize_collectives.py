@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from torch import fx
-
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of, ops, reachable
 from rewriter.ir.marks import in_stream, marks
@@ -17,7 +15,7 @@ from rewriter.ir.op_semantics import starts_sum
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
 from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.selection import Selection, resolve
-from rewriter.passes.sequence.sequence_layout import AXIS, attention_shapes, sequence_plan
+from rewriter.passes.sequence.sequence_plans import AXIS, attention_shapes, sequence_plan
 from rewriter.passes.sequence_parallel import replanned
 
 
@@ -102,8 +100,9 @@ class QuantizeCollectives(Pass):
         chosen = set(resolve(self.layers, program.source.num_layers))
         blocks = [n for n in reductions if marks(n).layer in chosen]
         if not blocks:
+            chosen_layers = "" if self.layers == "all" else f" of the layers {self.layers}"
             raise RewriterError(
-                f"{self.name}: no block{_of(self.layers)} ends in a reduction over {self.axis}. Put tensor_parallel "
+                f"{self.name}: no block{chosen_layers} ends in a reduction over {self.axis}. Put tensor_parallel "
                 "before it in the recipe; where it is, it notes why it split no block"
             )
         for node in blocks:
@@ -111,7 +110,9 @@ class QuantizeCollectives(Pass):
                 raise RewriterError(
                     f"{self.name}: {node.name} is quantized already ({node.kwargs['format']}). Leave out the second"
                 )
-            if carries_stream(node):
+            # what is summed has the residual stream in it, and not only what blocks add to it
+            summed = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" else n.all_input_nodes)
+            if any(map(in_stream, summed)):
                 raise RewriterError(STREAM.format(node.name))
             node.kwargs = {"format": self.format, "min_bytes": self.min_bytes}
         size = f" where they have {self.min_bytes:,} bytes or more" if self.min_bytes else ""
@@ -133,9 +134,11 @@ class QuantizeCollectives(Pass):
         for shape in attention_shapes(program):
             sizes = (shape.head_dim, shape.value_dim)
             if format.block > max(SMALLEST_BLOCK, *sizes):
+                # the longest block that fills up none of these vectors; the smallest that there is, where none does
+                longest = max(SMALLEST_BLOCK, math.gcd(*sizes) & -math.gcd(*sizes))
                 raise RewriterError(
                     f"{self.name}: blocks of {format.block} are longer than a head's vector of {max(sizes)} elements, "
-                    f"which would be filled up with zeros. Give {format.name}@{_longest(sizes)}"
+                    f"which would be filled up with zeros. Give {format.name}@{longest}"
                 )
             wire, exact = sum(vector_bytes(format, n) for n in sizes), sum(sizes) * shape.dtype_bytes
             effects.append(f"{shape.layers} attentions, {wire} bytes of a head's key and value instead of {exact}")
@@ -145,25 +148,10 @@ class QuantizeCollectives(Pass):
         return record(program, self, summary, **replanned(program, plan))
 
 
-def _of(layers: Selection) -> str:
-    return "" if layers == "all" else f" of the layers {layers}"
-
-
-def _longest(sizes: tuple[int, ...]) -> int:
-    """The longest block that fills up none of these vectors; the smallest that there is, where none does."""
-    return max(SMALLEST_BLOCK, math.gcd(*sizes) & -math.gcd(*sizes))
-
-
 STREAM = (
     "quantize_collectives: {} carries the residual stream itself (desync with resync: mean), of which quantization "
     "would lose what is small beside its outliers. Use resync: sum"
 )
-
-
-def carries_stream(node: fx.Node) -> bool:
-    """True if what is summed has the residual stream in it, and not only what blocks add to it."""
-    summed = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" else n.all_input_nodes)
-    return any(map(in_stream, summed))
 
 
 def is_quantized(program: Program) -> bool:

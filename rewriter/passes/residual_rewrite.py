@@ -1,13 +1,18 @@
-"""Functions that residual rewrites share: partials of a write, and what each block reads.
+"""Functions that residual rewrites share: partials of a write, what each block reads, bodies for values that differ by
+rank.
 
 The mode of a block (`rewriter.ir.marks.Mode`) is a mark on the stream value that it writes. `settle_reads` derives
 from the marks alone what each block reads, so that passes may come in any order and mix freely.
+
+A value is *local* when ranks hold different ones: partial sums, shards, and everything computed from a per-rank
+residual. Gradients of a local value are local too, so what all ranks share passes `copy_to_group` (whose gradient is an
+all-reduce) where it meets a local value: residuals, norm weights, latent projections, routers.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +20,28 @@ from typing import Any
 from torch import fx
 
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Module, Opaque, Program, args_of, bypass, drop_dead_nodes, ops, put_after, reachable
+from rewriter.ir import (
+    Body,
+    Leaf,
+    Module,
+    Opaque,
+    Parameter,
+    Program,
+    args_of,
+    bypass,
+    copy_graph,
+    drop_dead_nodes,
+    ops,
+    placeholders,
+    put_after,
+    reachable,
+)
+from rewriter.ir.communication import local_values
+from rewriter.ir.labels import is_tensor, tensor_inputs
 from rewriter.ir.marks import STANDARD, Marks, Mode, in_stream, mark, marks, new_call, set_marks, stream_index
-from rewriter.ir.op_semantics import kind_of
+from rewriter.ir.op_semantics import ends_collective, kind_of
 from rewriter.ir.residual import Block, annotate, blocks_of, computes, is_scaling, read_index, stream_values
-from rewriter.passes.placement.per_rank import localise, share_bias, without_idle_copies
+from rewriter.passes.placement.placement_state import copied_to_group, differentiable
 from rewriter.passes.placement.units import AXIS
 from rewriter.passes.selection import Selection, resolve
 
@@ -84,11 +106,6 @@ def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:
     return True
 
 
-def is_normed(write: fx.Node) -> bool:
-    """True if a norm stands between a reduced write and its sum."""
-    return not is_reduced(write)
-
-
 def made_of(write: fx.Node, value: fx.Node, **other_marks: Any) -> fx.Node:
     """The nodes of a reduced `write` after its sum, applied to `value` instead: multiples and norms, where the graph
     inserts."""
@@ -114,16 +131,12 @@ def partial_of(write: fx.Node, block: Block) -> fx.Node:
 
 def part_of(write: fx.Node) -> fx.Node:
     """This rank's own part of the sum in a reduced write."""
-    part: fx.Node = args_of(_sum_in(write))[0]
+    part: fx.Node = args_of(sum_in(write))[0]
     return part
 
 
-def travel_of(write: fx.Node) -> dict[str, Any]:
-    """Options of the all-reduce in a write: its format, none where it is exact."""
-    return dict(_sum_in(write).kwargs)
-
-
-def _sum_in(write: fx.Node) -> fx.Node:
+def sum_in(write: fx.Node) -> fx.Node:
+    """The all-reduce in a reduced write; its options are its format, none where it is exact."""
     while write.target is not ops.all_reduce:
         write = write.all_input_nodes[0]
     return write
@@ -208,8 +221,9 @@ def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module]
         return before.add
     graph = before.add.graph
     parts = [partial_of(w, before) for w in reduced]
-    for write in filter(is_normed, reduced):
-        _agree(write, before)
+    for write in reduced:
+        if not is_reduced(write):
+            _agree(write, before)
     first, _ = _reads(block)[0]
     made = partial(new_call, graph, Marks(layer=block.layer, reads=before.index))
     with graph.inserting_before(first):
@@ -225,7 +239,7 @@ def _agree(write: fx.Node, block: Block) -> None:
     """Let ranks agree on a normed sum: its norm computes with values that differ by rank, too."""
     if write.target is ops.agreed:
         return
-    first, total = write, _sum_in(write)
+    first, total = write, sum_in(write)
     while first.all_input_nodes[0] is not total:
         first = first.all_input_nodes[0]
     record = Marks(layer=block.layer, block=block.index)
@@ -243,3 +257,137 @@ def _with_own_residuals(program: Program, graph: fx.Graph, bound: set[int]) -> P
     without_idle_copies(graph, program.parameters)
     modules = localise(graph, share_bias(program.modules, paths), program.parameters)
     return program.with_(graph=graph, modules=modules, origin=origin)
+
+
+def share_bias(modules: Mapping[str, Module], paths: Collection[str]) -> dict[str, Module]:
+    """`modules` where the row-split projections under `paths` add bias / P on every rank, not the bias on one.
+
+    Σ_r f_r is the same, and no rank's own residual is special.
+    """
+    done: dict[int, Module] = {}
+
+    def shared(module: Module) -> Module:
+        if id(module) not in done:
+            done[id(module)] = module
+            if isinstance(module, Body):
+                inner = {name: shared(child) for name, child in module.modules.items()}
+                if any(inner[name] is not child for name, child in module.modules.items()):
+                    done[id(module)] = replace(module, modules=inner)
+            elif isinstance(module, Leaf) and module.kind.startswith("RowParallel") and "bias" in module.parameters:
+                done[id(module)] = replace(module, options={**module.options, "bias_share": True})
+        return done[id(module)]
+
+    return {path: shared(module) if path in paths else module for path, module in modules.items()}
+
+
+def without_idle_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
+    """Erase each `copy_to_group` of a value that is local already: it would sum gradients of different values."""
+    local = local_values(graph, parameters)
+    for node in list(graph.nodes):
+        if node.target is ops.copy_to_group and node.all_input_nodes[0] in local:
+            bypass(node, node.all_input_nodes[0])
+
+
+def localise(graph: fx.Graph, modules: Mapping[str, Module], parameters: Mapping[str, Parameter]) -> dict[str, Module]:
+    """`modules` with bodies fit for the local values that reach them in the wiring `graph`; alike layers stay alike.
+
+    Raises RewriterError when a body reduces over ranks what it computed from a local value.
+    """
+    local = local_values(graph, parameters)
+    result = dict(modules)
+    done: dict[tuple[int, frozenset[int], frozenset[str]], Module] = {}
+    reached: dict[str, frozenset[int]] = {}
+    for node in graph.nodes:
+        if node.op != "call_module":
+            continue
+        path = str(node.target)
+        inputs = frozenset(i for i, source in enumerate(node.args) if source in local)
+        if reached.setdefault(path, inputs) != inputs:
+            raise RewriterError(f"{path} is called with values that differ by rank, and with others that do not")
+        if not inputs:
+            continue
+        module = modules[path]
+        split = frozenset(
+            name.removeprefix(f"{path}.")
+            for name, p in parameters.items()
+            if p.ranges is not None and name.startswith(f"{path}.")
+        )
+        key = (id(module), inputs, split)
+        if key not in done:
+            done[key] = _localised(module, inputs, split, path)
+        result[path] = done[key]
+    return result
+
+
+def _localised(module: Module, inputs: frozenset[int], split: frozenset[str], path: str) -> Module:
+    """`module` for local values at `inputs`; `split` are those of its parameters of which ranks hold parts."""
+    if isinstance(module, Body):
+        return _Localiser(module, inputs, split, path).run()
+    if (
+        not isinstance(module, Leaf)
+        or module.kind.startswith(("ColumnParallel", "RowParallel"))
+        or not set(module.parameters) - split
+    ):
+        return module
+    return replace(module, options={**module.options, "entered": True})
+
+
+class _Localiser:
+    def __init__(self, body: Body, inputs: frozenset[int], split: frozenset[str], path: str) -> None:
+        self.body, self.split, self.path = body, split, path
+        self.graph, _ = copy_graph(body.graph)
+        self.modules: dict[str, Module] = dict(body.modules)
+        self.varying = {placeholders(self.graph)[i] for i in inputs}
+        self.local = set(self.varying)
+        self.copied: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> Body:
+        for node in list(self.graph.nodes):
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.op == "get_attr":
+                if str(node.target) in self.split:
+                    self.local.add(node)
+                continue
+            sources = node.all_input_nodes
+            if node.target is ops.copy_to_group:
+                if sources[0] in self.local:  # a copy would sum gradients of different values
+                    bypass(node, sources[0])
+                else:
+                    self.local.add(node)
+                continue
+            varying = any(n in self.varying for n in sources)
+            if ends_collective(node):
+                if varying:
+                    raise RewriterError(
+                        f"{self.path} ({self.body.class_name}) reduces over the ranks inside, at {node.name}: with "
+                        "a residual of each rank's own that would mix the ranks. Leave its layer out of the selection."
+                    )
+                continue
+            if varying:
+                self.varying.add(node)
+            if node.op == "call_module":
+                self._call(node)
+            elif any(n in self.local for n in sources):
+                self._share(node)
+        return replace(self.body, graph=self.graph, modules=self.modules)
+
+    def _call(self, node: fx.Node) -> None:
+        name = str(node.target)
+        child = self.modules[name]
+        inputs = frozenset(i for i, n in enumerate(node.all_input_nodes) if n in self.local)
+        within = frozenset(s.removeprefix(f"{name}.") for s in self.split if s.startswith(f"{name}."))
+        if inputs & {i for i, n in enumerate(node.all_input_nodes) if n in self.varying}:
+            self.modules[name] = _localised(child, inputs, within, f"{self.path}.{name}")
+        if inputs or within:
+            self.local.add(node)
+
+    def _share(self, node: fx.Node) -> None:
+        self.local.add(node)
+        for source in tensor_inputs(node):
+            if source in self.local or not is_tensor(source) or not differentiable(source, self.body):
+                continue
+            if source not in self.copied:
+                self.copied[source] = copied_to_group(source)
+                self.local.add(self.copied[source])
+            node.replace_input_with(source, self.copied[source])

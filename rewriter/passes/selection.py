@@ -1,7 +1,7 @@
 """Selections of layers: `upper-half`, `all`, `last:16`, `first:4`, `12-31`, `7` or `[1, 5, 9]`.
 
 Parts of a model by name: the halves `lower-half` and `upper-half`, and the two quarters of the upper half,
-`third-quarter` and `last-quarter`. They join without a gap, whatever the number of layers.
+`third-quarter` and `last-quarter`. They join without a gap for every number of layers.
 
 A selection is written before the model is known, so it is read in two steps: `check` refuses what can never be one,
 `resolve` turns it into layer numbers once the number of layers is known. Imports nothing of ours but the errors.
@@ -77,8 +77,9 @@ def resolve(selection: Selection, num_layers: int) -> tuple[int, ...]:
                 f"Use {counted[1]}:{num_layers} or less, or all."
             )
         return tuple(range(count)) if counted[1] == "first" else tuple(range(num_layers - count, num_layers))
-    first, last = _ends(text)
-    return _in_range(text, tuple(range(first, last + 1)) if last < num_layers else (first, last), num_layers)
+    ends = [int(end) for end in text.split("-")]
+    layers = tuple(range(ends[0], ends[-1] + 1)) if ends[-1] < num_layers else tuple(ends)
+    return _in_range(text, layers, num_layers)
 
 
 def runs_of(numbers: Sequence[int]) -> Iterator[list[int]]:
@@ -92,11 +93,6 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs_of(numbers))
 
 
-def _ends(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    return int(first), int(last or first)
-
-
 def _check_text(text: str) -> None:
     if text in _PARTS:
         return
@@ -105,9 +101,9 @@ def _check_text(text: str) -> None:
             raise RewriterError(f"layers: {text} selects no layer. Use {counted[1]}:1 or more.")
         return
     if _RANGE.fullmatch(text):
-        first, last = _ends(text)
-        if first > last:
-            raise RewriterError(f"layers: {text} runs backwards. Did you mean {last}-{first}?")
+        first, _, last = text.partition("-")
+        if last and int(first) > int(last):
+            raise RewriterError(f"layers: {text} runs backwards. Did you mean {int(last)}-{int(first)}?")
         return
     guess = nearest(text.split(":")[0], (*_PARTS, "last:", "first:"))
     raise RewriterError(

@@ -12,8 +12,15 @@ from torch import fx
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, edit_bodies, ops, placeholders, put_after
 from rewriter.passes.base import Effect, Pass, Scope, record
-from rewriter.passes.sequence.sequence_layout import AXIS, attention_shapes, attentions, planning, sequence_plan
-from rewriter.passes.sequence.sequence_plans import allowed, choose
+from rewriter.passes.sequence.sequence_plans import (
+    AXIS,
+    allowed,
+    attention_shapes,
+    attentions,
+    choose,
+    planning,
+    sequence_plan,
+)
 from rewriter.passes.sequence.token_locality import check_tokens
 
 Grid = tuple[int, int, int]
@@ -65,7 +72,15 @@ class SequenceParallel(Pass):
         ranks = program.mesh[AXIS]
         if sequence_plan(program) is not None:
             raise RewriterError(f"{self.name}: the tokens are sharded already. Leave out the second of the two")
-        check_attention(program)
+        for path, node in attentions(program):
+            if node.kwargs.get("bias") is not None:
+                reason = "adds a bias per query and key to its scores (ALiBi or the like)"
+            elif node.kwargs.get("softcap") is not None:
+                cap = node.kwargs["softcap"]
+                reason = f"caps its scores by {cap} · tanh, which kernels for parts of a sequence lack"
+            else:
+                continue
+            raise RewriterError(f"{self.name}: {path} {reason}. {_NEXT}")
         check_tokens(program)
         shapes = attention_shapes(program)
         if not shapes:
@@ -80,18 +95,6 @@ class SequenceParallel(Pass):
         if len(allowed(shapes, ranks, **options)) > 1:
             summary += f", planned for {setting.tokens:,} tokens"
         return record(program, self, summary, graph=_wired(program, plan), modules=_planned(program, plan))
-
-
-def check_attention(program: Program) -> None:
-    """Refuse attention that is not exact over sharded keys."""
-    for path, node in attentions(program):
-        if node.kwargs.get("bias") is not None:
-            reason = "adds a bias per query and key to its scores (ALiBi or the like)"
-        elif node.kwargs.get("softcap") is not None:
-            reason = f"caps its scores by {node.kwargs['softcap']} · tanh, which kernels for parts of a sequence lack"
-        else:
-            continue
-        raise RewriterError(f"sequence_parallel: {path} {reason}. {_NEXT}")
 
 
 _NEXT = "Rewrite this model without it: --sp 1"

@@ -42,7 +42,7 @@ from rewriter.passes.placement.projections import (
     row_parallel,
 )
 from rewriter.passes.placement.units import AXIS, Ranges, equal_runs
-from rewriter.passes.sequence.sequence_layout import attentions
+from rewriter.passes.sequence.sequence_plans import attentions
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,12 @@ class TensorParallel(Pass):
         ranks = program.mesh.get(AXIS, 1)
         if ranks == 1:
             return record(program, self, "one rank: nothing to split", fired=False, graph=without_dropout(program))
-        check_heads(program, ranks)
+        sizes = {reduced_shape(value_of(args_of(node)[0]))[1] for _, node in attentions(program)}
+        if heads := min((h for h in sizes if h % ranks), default=None):
+            valid = [d for d in range(1, heads + 1) if all(h % d == 0 for h in sizes)]
+            below = max(d for d in valid if d < ranks)
+            near = ", ".join(map(str, [below, *[d for d in valid if d > ranks][:1]]))
+            raise RewriterError(f"--tp {ranks}: {heads} query heads do not divide by {ranks}. Nearest: {near}.")
         program = program.with_(modules=with_constant_inputs(program))
         graph = without_dropout(program)
         sharder = _Sharder(program, graph, ranks)
@@ -78,24 +83,10 @@ class TensorParallel(Pass):
             sharder.vocabulary()
         counts = ", ".join(f"{n} {what}" for what, n in sharder.counts.items())
         summary = f"{ranks} ranks: {counts or 'nothing'} split"
+        notes = with_paths(sharder.refused, " replicated")
         return record(
-            program, self, summary, sharder.notes(), graph=graph, modules=sharder.modules, parameters=sharder.parameters
+            program, self, summary, notes, graph=graph, modules=sharder.modules, parameters=sharder.parameters
         )
-
-
-def query_heads(program: Program) -> set[int]:
-    """The numbers of query heads of the model's attention nodes."""
-    return {reduced_shape(value_of(args_of(node)[0]))[1] for _, node in attentions(program)}
-
-
-def check_heads(program: Program, ranks: int) -> None:
-    """Refuse a degree that does not divide the query heads."""
-    for heads in sorted(query_heads(program)):
-        if heads % ranks:
-            valid = [d for d in range(1, heads + 1) if all(h % d == 0 for h in query_heads(program))]
-            below = max(d for d in valid if d < ranks)
-            near = ", ".join(map(str, [below, *[d for d in valid if d > ranks][:1]]))
-            raise RewriterError(f"--tp {ranks}: {heads} query heads do not divide by {ranks}. Nearest: {near}.")
 
 
 class _Sharder:
@@ -105,10 +96,6 @@ class _Sharder:
         self.parameters: dict[str, Parameter] = dict(program.parameters)
         self.counts: Counter[str] = Counter()
         self.refused: dict[str, list[str]] = {}
-
-    def notes(self) -> tuple[str, ...]:
-        """One sentence per reason for which something stayed replicated."""
-        return with_paths(self.refused, " replicated")
 
     def layers(self) -> None:
         done: dict[int, SplitBody | str] = {}
@@ -177,7 +164,8 @@ class _Sharder:
     def vocabulary(self) -> None:
         """Split embedding and head by vocabulary rows, tied ones together."""
         lookups = [n for n in self.graph.nodes if self._is_lookup(n)]
-        heads = [n for n in self.graph.nodes if self._is_head(n)]
+        leaves = {n: called_module(n, self.modules) for n in self.graph.nodes if marks(n).layer is None}
+        heads = [n for n, leaf in leaves.items() if isinstance(leaf, Leaf) and leaf.kind == "Linear"]
         by_weight: dict[str, list[fx.Node]] = {}
         for node in (*lookups, *heads):
             by_weight.setdefault(self._weight(node), []).append(node)
@@ -193,7 +181,12 @@ class _Sharder:
                 continue
             ranges = equal_runs(rows, self.ranks)
             for node in users:
-                self._split_lookup(node, held(ranges)) if node in lookups else self._split_head(node, ranges)
+                if node in lookups:
+                    self._split_lookup(node, held(ranges))
+                else:
+                    self._split_columns(node, ranges)
+                    put_after(node, ops.all_gather, AXIS, -1)
+                    self.counts["heads"] += 1
             self._shard(weight, Shard(0, ranges))
 
     def _weight(self, node: fx.Node) -> str:
@@ -201,15 +194,15 @@ class _Sharder:
 
     def _is_lookup(self, node: fx.Node) -> bool:
         module = called_module(node, self.modules)
-        if module is None or marks(node).layer is not None or not _reads_tokens(node):
+        if module is None or marks(node).layer is not None:
+            return False
+        # positions are ids too, and their table may have as many rows
+        sources = reachable([node], lambda n: () if n.target is aten.sym_size.int else n.all_input_nodes)
+        if all(n.op != "placeholder" or n.target != "input_ids" for n in sources):
             return False
         if isinstance(module, Leaf):
             return module.kind == "Embedding"
         return "weight" in module.parameters and any(n.target is aten.embedding.default for n in module.graph.nodes)
-
-    def _is_head(self, node: fx.Node) -> bool:
-        module = called_module(node, self.modules)
-        return isinstance(module, Leaf) and module.kind == "Linear" and marks(node).layer is None
 
     def _split_lookup(self, node: fx.Node, rows: int) -> None:
         path = str(node.target)
@@ -228,11 +221,6 @@ class _Sharder:
         self._reduce(node)
         self.counts["embeddings"] += 1
 
-    def _split_head(self, node: fx.Node, ranges: tuple[Ranges, ...]) -> None:
-        self._split_columns(node, ranges)
-        put_after(node, ops.all_gather, AXIS, -1)
-        self.counts["heads"] += 1
-
     def _reduce(self, node: fx.Node) -> None:
         total = put_after(node, ops.all_reduce, AXIS)
         set_marks(total, marks(node).only("layer", "block"))
@@ -246,9 +234,3 @@ class _Sharder:
         self.parameters[name] = replace(
             full, shape=shape, full_shape=full.shape, ranges=shard.ranges, dim=shard.dim, shared=shard.shared
         )
-
-
-def _reads_tokens(node: fx.Node) -> bool:
-    """True if a module is given token ids. Positions are ids too, and their table may have as many rows."""
-    sources = reachable([node], lambda n: () if n.target is aten.sym_size.int else n.all_input_nodes)
-    return any(n.op == "placeholder" and n.target == "input_ids" for n in sources)

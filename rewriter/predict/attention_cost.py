@@ -9,8 +9,14 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rewriter.ir.ops import MaskSpec, SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionMessage, AttentionShape
-from rewriter.passes.sequence.distributed_attention import ALGORITHMS, axis_ranks, messages, slowest
+from rewriter.passes.sequence.distributed_attention import (
+    ALGORITHMS,
+    AttentionMessage,
+    AttentionShape,
+    axis_ranks,
+    messages,
+    slowest,
+)
 from rewriter.predict.kernel_cost import Exchange, Item, Kernel, measured_as
 from rewriter.predict.workload import ForwardPass
 

@@ -6,7 +6,7 @@ from rewriter.ir import Program, args_of
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.ir.marks import marks
 from rewriter.passes.placement.rank_memory import cache_elements, memory
-from rewriter.passes.sequence.sequence_layout import attentions
+from rewriter.passes.sequence.sequence_plans import attentions
 
 
 def bytes_per_rank(

@@ -23,7 +23,7 @@ from rewriter.common.scratch import scratch_folder
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype
-from rewriter.passes.sequence.sequence_layout import sequence_plan
+from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.predict.rank_worker import Spec, Variant
 from rewriter.predict.results import Phase, Prediction, RecipeComparison, generation_seconds
 from rewriter.predict.workload import Cluster, Workload

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.ir.token_layout import join_tokens, take_tokens
+from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.collectives.exchange import gather_start

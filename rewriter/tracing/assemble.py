@@ -19,21 +19,31 @@ from rewriter.ir.residual import is_add
 from rewriter.tracing.export import BodyTracer, FlatSignature, as_leaf, example_for, export_graph, is_called
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean, sort_by_use
-from rewriter.tracing.interception import Recorded, opaque_calls, replaced_forward
+from rewriter.tracing.interception import (
+    Recorded,
+    base_name,
+    intercepted_modules,
+    layer_number,
+    leaves_with_paths,
+    opaque_calls,
+    record_calls,
+    replaced_forward,
+    tensor_paths,
+    tensors_of,
+)
 from rewriter.tracing.masks import Static
 from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.tracing.model_errors import reason_of, refused
 from rewriter.tracing.opaque import attributes_left_behind, mixing_operator, opaque_child, surviving_failures
-from rewriter.tracing.probe import absent_arguments, bind, example_inputs, switched_off
-from rewriter.tracing.recorded_calls import (
-    base_name,
-    intercepted_modules,
-    layer_number,
-    record_calls,
-    tensor_paths,
-    tensors_of,
+from rewriter.tracing.wiring import (
+    absent_arguments,
+    bind,
+    example_inputs,
+    layer_signature,
+    only_calls_and_sums,
+    switched_off,
+    trace_wiring,
 )
-from rewriter.tracing.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
 
 _MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
 
@@ -86,12 +96,10 @@ class ModelTracer:
         self.inlined: dict[type, frozenset[str]] = {}
         self.split: dict[type, frozenset[str]] = {}
         self._branches: dict[int, Body] = {}
-        self.inputs = example_inputs(self.model, self.layers, self.example)
+        ids = torch.zeros(self.example.batch, self.example.length, dtype=torch.int64, device="meta")
+        self.inputs = example_inputs(self.model, self.layers, ids)
         self.absent = absent_arguments(self.model, self.layers, self.inputs)
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
-
-    def hidden_name(self, layer: nn.Module) -> str:
-        return layer_signature(layer)[0][0]
 
     def fingerprint(self, layer: nn.Module) -> Any:
         if layer not in self._fingerprints:
@@ -152,7 +160,7 @@ class ModelTracer:
         """Every layer records its call in `self.calls` and is one operator of the graph."""
 
         def forward_for(index: int, layer: nn.Module) -> Callable[..., Any]:
-            hidden = self.hidden_name(layer)
+            hidden = layer_signature(layer)[0][0]
             returned = self.wiring(layer).output_node().args[0]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -161,9 +169,16 @@ class ModelTracer:
                         f"{self.path}.{index} is called more than once in a forward pass, which is not supported yet"
                     )
                 called.add(layer)
-                _refuse_other_results(f"{self.path}.{index}", bind(layer, args, kwargs))
+                bound = bind(layer, args, kwargs)
+                for where, leaf in leaves_with_paths(bound):
+                    if isinstance(leaf, _OtherResult):
+                        raise RewriterError(
+                            f"{self.path}.{index} reads another result of the layer before ({where[0]}), not only its "
+                            f"hidden state: {type(leaf.layer).__name__} hands on more than one value, which is not "
+                            "supported yet"
+                        )
                 self.calls[layer] = Recorded(args, kwargs)
-                stream = bind(layer, args, kwargs)[hidden]
+                stream = bound[hidden]
                 if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
                     raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
                 tensors, _ = tensors_of(self.calls[layer])
@@ -275,7 +290,7 @@ class ModelTracer:
             graph.erase_node(node)
 
     def _find_static(self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None]) -> None:
-        """Which tensors of the layers' calls depend on lengths alone, and how to evaluate them."""
+        """Record the tensors of the layers' calls that depend on lengths alone, with their evaluation."""
         static = self.body_tracer.static_graph(graph, used, "", {})
         for node in graph.nodes:
             if node.op == "call_module" and (index := layer_number(str(node.target))) is not None:
@@ -303,7 +318,7 @@ class ModelTracer:
         return tuple(hashlib.sha256(value.tobytes()).hexdigest() for value in values)
 
     def _static(self, call: Recorded) -> str:
-        """What of a call decides how it traces: constants by value, tensors by shape."""
+        """The parts of a call that decide how it traces: constants by value, tensors by shape."""
         leaves = leaves_with_paths((call.args, call.kwargs))
         return repr([(p, self.example.symbolic(x.shape) if isinstance(x, torch.Tensor) else x) for p, x in leaves])
 
@@ -375,23 +390,14 @@ class ModelTracer:
 
 
 class _OtherResult:
-    """What a layer returns besides the hidden state: a wiring has no place for it, so nothing may read it."""
+    """A result of a layer besides the hidden state: a wiring has no place for it, so nothing may read it."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
 
 
-def _refuse_other_results(path: str, arguments: Mapping[str, Any]) -> None:
-    for where, leaf in leaves_with_paths(arguments):
-        if isinstance(leaf, _OtherResult):
-            raise RewriterError(
-                f"{path} reads another result of the layer before ({where[0]}), not only its hidden state: "
-                f"{type(leaf.layer).__name__} hands on more than one value, which is not supported yet"
-            )
-
-
 def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
-    """Which of the tensors that a child returns the layer uses, by their order; None: all of them.
+    """The tensors of those that a child returns which the layer uses, by their order; None: all of them.
 
     What a layer only passes on beside its hidden state (attention weights) is not used.
     """
@@ -429,8 +435,8 @@ def residual_input(body: Body) -> int | None:
         return None
     inputs = [n for n in body.graph.nodes if n.op == "placeholder" and n.target != "ctx"]
     operands = [n for n in args_of(total) if isinstance(n, fx.Node)]
-    found = [n for n in operands if n in inputs[1:] and len(n.users) == 1]
-    return inputs.index(found[0]) if len(found) == 1 and len(operands) == 2 else None
+    residuals = [n for n in operands if n in inputs[1:] and len(n.users) == 1]
+    return inputs.index(residuals[0]) if len(residuals) == 1 and len(operands) == 2 else None
 
 
 def without_residual(body: Body, place: int) -> Body:

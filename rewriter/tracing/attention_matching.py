@@ -84,7 +84,11 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
     graph = product.graph
     with graph.inserting_before(product):
         # as [B, H, length, size], key/value heads once each
-        q, k, v = map(_heads_apart, (scores.operands[0], _transposed(graph, scores.operands[1]), v))
+        folded = (scores.operands[0], _transposed(graph, scores.operands[1]), v)
+        apart = [x for n in folded if (x := n if n.meta["val"].dim() == 4 else _unfolded(n)) is not None]
+        if len(apart) < 3:
+            raise UnknownScores
+        q, k, v = apart
         if any(not isinstance(x.meta["val"].shape[1], int) for x in (q, k, v)):
             raise UnknownScores
         heads = int(q.meta["val"].shape[1])
@@ -144,18 +148,10 @@ def _unfolded(node: fx.Node, heads: int | None = None) -> fx.Node | None:
     shape, source = shape_of(node), node
     while is_view(source):
         source = args_of(source)[0]
-        found = shape_of(source)
-        if len(found) == 4 and found[2:] == shape[1:] and heads in (None, source.meta["val"].shape[1]):
+        sizes = shape_of(source)
+        if len(sizes) == 4 and sizes[2:] == shape[1:] and heads in (None, source.meta["val"].shape[1]):
             return source
     return None
-
-
-def _heads_apart(node: fx.Node) -> fx.Node:
-    """q, k or v as [B, H, length, size]."""
-    found = node if node.meta["val"].dim() == 4 else _unfolded(node)
-    if found is None:
-        raise UnknownScores
-    return found
 
 
 def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -180,7 +176,7 @@ def _distinct(graph: fx.Graph, k: fx.Node, v: fx.Node, heads: int) -> tuple[fx.N
 
 
 def _repeats(graph: fx.Graph, node: fx.Node, heads: int) -> int:
-    """How often each head of k or v [B, H, T, D] stands there, one after the other."""
+    """Number of times that each head of k or v [B, H, T, D] stands there, one after the other."""
     if node.meta["val"].shape[1] != heads:
         return 1
     labels = Labels(graph)
@@ -196,10 +192,10 @@ def _repeats(graph: fx.Graph, node: fx.Node, heads: int) -> int:
                 labels.forward(each)
     except Unsplittable:
         return 1
-    found = labels.of.get(node)
-    if found is None:
+    heads_of = labels.of.get(node)
+    if heads_of is None:
         return 1
-    rows = found[0, :, 0]
+    rows = heads_of[0, :, 0]
     if (rows == -1).any():
         return 1
     fits = (n for n in range(heads, 1, -1) if heads % n == 0 and torch.equal(rows, rows[::n].repeat_interleave(n, 0)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +71,10 @@ class Scores:
         if is_matmul(node):
             self.operands, self.scale = args[:2], factor
         elif node.target is aten.baddbmm.default:
-            beta, alpha = _option(node, "beta"), _option(node, "alpha")
-            if beta and not self._is_zero(args[0]):
+            beta, alpha = (float(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))  # type: ignore[arg-type]
+            added = self.static.of(args[0])
+            zero = added is not None and not added.masks and not added.evaluate(5, None).any()
+            if beta and not zero:
                 self.terms.append(Term(args[0], factor * beta, folded))
             self.operands, self.scale = args[1:3], factor * alpha
         else:
@@ -104,7 +105,7 @@ class Scores:
         self.softcap = cap
 
     def _read_sum(self, node: fx.Node, factor: float, folded: bool) -> None:
-        alpha = _option(node, "alpha")
+        alpha = float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
         sign = -alpha if function_of(node) == "sub" else alpha
         first, second = args_of(node)[:2]
         content, other = _content(first, second)
@@ -152,15 +153,11 @@ class Scores:
         """A Python number, or a static tensor of one element, as a number."""
         if isinstance(x, (int, float)):
             return float(x)
-        found = self.static.of(x) if isinstance(x, fx.Node) else None
-        if found is None or x.meta["val"].dim() != 0 or found.masks:
+        value = self.static.of(x) if isinstance(x, fx.Node) else None
+        if value is None or x.meta["val"].dim() != 0 or value.masks:
             return None
-        values = {float(found.evaluate(length, None)) for length in (5, 7)}
+        values = {float(value.evaluate(length, None)) for length in (5, 7)}
         return values.pop() if len(values) == 1 else None
-
-    def _is_zero(self, node: fx.Node) -> bool:
-        found = self.static.of(node)
-        return found is not None and not found.masks and not found.evaluate(5, None).any()
 
     def _capped(self, node: Any, cap: float) -> fx.Node | None:
         """x, where `node` is tanh(x / cap)."""
@@ -178,12 +175,12 @@ class Scores:
         rule: MaskSpec | None = MaskSpec("bidirectional")
         biases: list[Term] = []
         for condition, hides in self.fills:
-            shown = self._shown(condition, partial(_filled, hides=hides))
+            shown = self._shown(condition, lambda values, hides=hides: values.bool() == hides)
             if shown is None or rule is None:
                 raise UnknownScores  # what is filled in cannot be told from what is seen
             rule = rule.intersection(shown)
         for term in self.terms:
-            shown = self._shown(term.node, partial(_added, factor=term.factor))
+            shown = self._shown(term.node, lambda values, term=term: values * term.factor <= HIDDEN)
             both = None if shown is None or rule is None else rule.intersection(shown)
             rule = rule if both is None else both
             if both is None or not self._only_hides(term):
@@ -207,8 +204,8 @@ class Scores:
         """True if a static term is 0 wherever it does not hide."""
         value = self.static.of(term.node)
         assert value is not None
-        found = [value.evaluate(length, None) * term.factor for length in (1, 21)]
-        return not any(((each != 0) & (each > HIDDEN)).any() for each in found)
+        values = [value.evaluate(length, None) * term.factor for length in (1, 21)]
+        return not any(((each != 0) & (each > HIDDEN)).any() for each in values)
 
 
 _READERS: dict[str, Callable[[Scores, fx.Node, float, bool], None]] = {
@@ -222,24 +219,10 @@ _READERS: dict[str, Callable[[Scores, fx.Node, float, bool], None]] = {
 }
 
 
-def _filled(values: torch.Tensor, hides: bool) -> torch.Tensor:
-    return values.bool() == hides
-
-
-def _added(values: torch.Tensor, factor: float) -> torch.Tensor:
-    return values * factor <= HIDDEN
-
-
-def _zeros(found: torch.Tensor) -> torch.Tensor:
-    if not ((found == 0) | (found == 1)).all():
+def _zeros(values: torch.Tensor) -> torch.Tensor:
+    if not ((values == 0) | (values == 1)).all():
         raise UnknownScores
-    return found == 0
-
-
-def _option(node: fx.Node, name: str) -> float:
-    """A factor among the keywords of an operator, 1 by default."""
-    value: Any = node.kwargs.get(name, 1)
-    return float(value)
+    return values == 0
 
 
 def _content(a: Any, b: Any) -> tuple[fx.Node, fx.Node]:

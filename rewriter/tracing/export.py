@@ -26,12 +26,18 @@ from rewriter.ir.residual import is_add
 from rewriter.tracing.attention_matching import recognise
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean
-from rewriter.tracing.interception import Recorded
+from rewriter.tracing.interception import (
+    Recorded,
+    base_name,
+    input_names,
+    intercepted_modules,
+    is_experts,
+    record_calls,
+    tensors_of,
+)
 from rewriter.tracing.masks import Static, StaticGraph
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.per_head import join_pieces
-from rewriter.tracing.recorded_calls import base_name, input_names, intercepted_modules, record_calls, tensors_of
-from rewriter.tracing.traced_experts import is_experts
 
 # what a body reads: by name, the value of a constant made in the forward itself, None for parameters and buffers
 Used = Mapping[str, torch.Tensor | None]
@@ -193,7 +199,7 @@ class BodyTracer:
         return Body(name, graph, parameters, buffers, dict(children), len(results), kept, dropout, stored=stored)
 
     def static_graph(self, graph: fx.Graph, used: Used, prefix: str, inputs: Mapping[fx.Node, Static]) -> StaticGraph:
-        """What of `graph`, which reads `used` of the module at `prefix`, depends on lengths and constants alone."""
+        """Static values of `graph`, which reads `used` of the module at `prefix`."""
         buffers = {n: self.buffers.get(prefix + n) if value is None else value for n, value in used.items()}
         return StaticGraph(graph, buffers, inputs, self.example.length)
 

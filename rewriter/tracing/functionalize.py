@@ -16,7 +16,7 @@ from torch import fx
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of
-from rewriter.ir.op_semantics import argument, aten, kind_of, operator_of
+from rewriter.ir.op_semantics import argument, aten, kind_of, operator_of, slice_bounds
 
 
 def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -24,7 +24,8 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
 
     Raises RewriterError when the model writes to one of its inputs or buffers, or reads what it never wrote.
     """
-    if not any(_mutates(node) for node in exported.graph.nodes):
+    schemas = [getattr(n.target, "_schema", None) for n in exported.graph.nodes if n.target is not aten.detach_.default]
+    if not any(schema is not None and schema.is_mutable for schema in schemas):
         return exported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its pytrees
@@ -34,11 +35,6 @@ def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
         raise RewriterError(f"it overwrites its input or buffer {written[0]}, which this version cannot represent")
     _without_writes(result.graph)
     return result
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.target is not aten.detach_.default
 
 
 def _without_writes(graph: fx.Graph) -> None:
@@ -57,7 +53,8 @@ def _without_writes(graph: fx.Graph) -> None:
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
     for node in graph.nodes:
-        if _is_empty(node) and not all(map(_reads_no_values, node.users)):
+        sizes_only = (kind_of(n) in ("size", "creation_like") or n.target is aten.fill.Tensor for n in node.users)
+        if _is_empty(node) and not all(sizes_only):
             raise RewriterError(
                 "it fills a tensor part by part in a way that this version cannot follow, or reads what it never wrote"
             )
@@ -67,11 +64,6 @@ def _is_empty(node: fx.Node) -> bool:
     """True if a node makes a tensor whose values are undefined."""
     row = operator_of(node)
     return row is not None and row.creates and not row.is_filled
-
-
-def _reads_no_values(node: fx.Node) -> bool:
-    """True if a node reads of its first argument only the size, dtype and device."""
-    return kind_of(node) in ("size", "creation_like") or node.target is aten.fill.Tensor
 
 
 def computed(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -88,7 +80,7 @@ def _insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def _copied(node: fx.Node) -> fx.Node:
-    """What `copy(old, new)` returns: `new`, in the shape and dtype of `old`."""
+    """Result of `copy(old, new)`: `new`, in the shape and dtype of `old`."""
     old, new = args_of(node)[:2]
     wanted = old.meta["val"]
     if new.meta["val"].dtype != wanted.dtype:
@@ -113,37 +105,20 @@ class _Assembly:
     dim: int
     runs: tuple[tuple[int, int, fx.Node | None], ...]
 
-    @property
-    def complete(self) -> bool:
-        return not _is_empty(self.base) or all(value is not None for _, _, value in self.runs)
-
     def part(self, at: fx.Node, begin: int, end: int) -> list[tuple[int, int, fx.Node | None]]:
         """The runs between two places, cut where they reach further."""
-        found = []
+        pieces = []
         for a, b, value in self.runs:
             first, last = max(a, begin), min(b, end)
             if first < last:
                 if value is not None and (first, last) != (a, b):
                     value = _insert(at, aten.slice.Tensor, value, self.dim, first - a, last - a)
-                found.append((first, last, value))
-        return found
-
-    def write(self, at: fx.Node, begin: int, end: int, value: fx.Node) -> _Assembly:
-        size = self.runs[-1][1]
-        runs = [*self.part(at, 0, begin), (begin, end, value), *self.part(at, end, size)]
-        return _Assembly(self.base, self.dim, tuple(runs))
-
-    def value(self, at: fx.Node) -> fx.Node:
-        """The whole tensor as a new node in front of `at`."""
-        pieces = [
-            value if value is not None else _insert(at, aten.slice.Tensor, self.base, self.dim, a, b)
-            for a, b, value in self.runs
-        ]
-        return _joined(at, pieces, self.dim)
+                pieces.append((first, last, value))
+        return pieces
 
     def read(self, node: fx.Node) -> fx.Node | None:
-        """What a slice of the tensor reads, when all of it was written."""
-        bounds = _bounds(node, 2, self.runs[-1][1])
+        """Value of a slice of the tensor, when all of it was written."""
+        bounds = _bounds(node, self.runs[-1][1])
         if argument(node, "dim") % node.meta["val"].dim() != self.dim or bounds is None:
             return None
         pieces = [value for _, _, value in self.part(node, *bounds)]
@@ -154,37 +129,35 @@ def _joined(at: fx.Node, pieces: list[fx.Node], dim: int) -> fx.Node:
     return pieces[0] if len(pieces) == 1 else _insert(at, aten.cat.default, pieces, dim)
 
 
-def _bounds(node: fx.Node, place: int, size: Any) -> tuple[int, int] | None:
-    """(begin, end) of a slice with step 1 and fixed bounds; None for others. `place` is where its start stands."""
-    start, end, step = (*args_of(node)[place:], *(None,) * 3)[:3]
-    bounds = (0 if start is None else start, size if end is None else end)
-    if step not in (None, 1) or not all(isinstance(b, int) and not isinstance(b, bool) for b in (size, *bounds)):
-        return None
-    begin, stop = (min(b + size if b < 0 else b, size) for b in bounds)
-    return (begin, stop) if 0 <= begin < stop else None
+def _bounds(node: fx.Node, size: Any) -> tuple[int, int] | None:
+    """(begin, end) of a slice with step 1 and fixed bounds that holds something; None for others."""
+    bounds = slice_bounds(node, size) if isinstance(size, int) and argument(node, "step") == 1 else None
+    return bounds if bounds is not None and 0 <= bounds[0] < bounds[1] else None
 
 
 def _written(node: fx.Node, known: dict[fx.Node, _Assembly]) -> fx.Node | None:
     """The tensor after a write to part of it; None where it is not complete yet, or cannot be followed."""
-    base, value, *place = args_of(node)
-    dim = (place[0] if place else 0) % base.meta["val"].dim()
+    base, value = args_of(node)[:2]
+    dim = argument(node, "dim") % base.meta["val"].dim()
     size = base.meta["val"].shape[dim]
     if node.target is aten.select_scatter.default:
-        index = place[1]
+        index = argument(node, "index")
         bounds = (index % size, index % size + 1) if isinstance(size, int) and isinstance(index, int) else None
         if bounds is not None:
             value = _insert(node, aten.unsqueeze.default, value, dim)
     else:
-        bounds = _bounds(node, 3, size)
+        bounds = _bounds(node, size)
     if bounds is None:
         return None
     before = known.get(base)
     if before is None or before.dim != dim:
         before = _Assembly(base, dim, ((0, size, None),))
-    after = before.write(node, *bounds, value)
-    known[node] = after
-    if not after.complete:
+    begin, end = bounds
+    runs = [*before.part(node, 0, begin), (begin, end, value), *before.part(node, end, size)]
+    known[node] = after = _Assembly(before.base, dim, tuple(runs))
+    if _is_empty(after.base) and any(written is None for _, _, written in after.runs):
         return None
-    new = after.value(node)
+    pieces = [piece or _insert(node, aten.slice.Tensor, after.base, dim, a, b) for a, b, piece in runs]
+    new = _joined(node, pieces, dim)
     known[new] = after
     return new

@@ -20,8 +20,8 @@ from torch import fx
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of, drop_dead_nodes, ops
 from rewriter.ir.op_semantics import argument, aten, function_of, kind_of, named_arguments
+from rewriter.tracing.interception import base_name, layer_number, variant_name
 from rewriter.tracing.meta_model import TRACE_DTYPE
-from rewriter.tracing.recorded_calls import base_name, layer_number, variant_name
 
 _traced = torch.ops.rewriter_trace
 
@@ -120,25 +120,24 @@ class _Cleaner:
         if node.target is _traced.mask.default:
             sizes = [str(s) for s in (node.meta["val"].shape[0], node.meta["val"].shape[2])]
             typed = filter(_is_model_dtype, self.graph.nodes)
-            found = [n for n in typed if [*map(str, n.meta["val"].shape[:2])] == sizes]
+            typed_nodes = [n for n in typed if [*map(str, n.meta["val"].shape[:2])] == sizes]
         else:
-            found = self.model_dtype or [n for n in self.graph.nodes if n.op == "call_module" and _is_model_dtype(n)]
-        if found:
-            return found[0]
-        if (early := self._ready_call()) is None:
+            typed_nodes = self.model_dtype or [
+                n for n in self.graph.nodes if n.op == "call_module" and _is_model_dtype(n)
+            ]
+        if typed_nodes:
+            return typed_nodes[0]
+        # the first call of an intercepted module that returns that dtype and whose inputs are all there (embeddings)
+        calls = (n for n in self.exported.graph.nodes if n.target is _traced.call.default and n not in self.env)
+        typed = (n for n in calls if n.meta["val"][0].dtype == TRACE_DTYPE)
+        early = next((n for n in typed if all(source in self.env for source in n.all_input_nodes)), None)
+        if early is None:
             raise RewriterError(
                 f"{node.target} makes a value in the model's dtype, but no value before it has that dtype"
             )
         self._convert(early)
         result: fx.Node | tuple[fx.Node, ...] = self.env[early]
         return result[0] if isinstance(result, tuple) else result
-
-    def _ready_call(self) -> fx.Node | None:
-        """The first call of an intercepted module that returns the model's dtype and whose inputs are all there
-        (embeddings)."""
-        calls = (n for n in self.exported.graph.nodes if n.target is _traced.call.default and n not in self.env)
-        typed = (n for n in calls if n.meta["val"][0].dtype == TRACE_DTYPE)
-        return next((n for n in typed if all(source in self.env for source in n.all_input_nodes)), None)
 
     # --- operators
 
@@ -223,7 +222,7 @@ _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default
 
 @functools.cache
 def _converters() -> dict[Any, Callable[[_Cleaner, fx.Node, Any], Any]]:
-    """What converts an operator. The operators of `rewriter_trace` are defined by the files that record them."""
+    """By operator, its converter. The operators of `rewriter_trace` are defined by the files that record them."""
     return {
         aten.sym_size.int: _Cleaner._size,
         aten.view_as.default: _Cleaner._like_another,
@@ -304,17 +303,17 @@ def sort_by_use(graph: fx.Graph) -> dict[str, str]:
 
 def _by_first_use(roots: Iterable[fx.Node]) -> dict[fx.Node, int]:
     """The places of the roots and all that they read, each after what it reads itself."""
-    found: dict[fx.Node, int] = {}
+    places: dict[fx.Node, int] = {}
     todo = [(root, False) for root in reversed([*roots])]
     while todo:
         node, ready = todo.pop()
-        if node in found:
+        if node in places:
             continue
         if ready:
-            found[node] = len(found)
+            places[node] = len(places)
         else:
             todo += [(node, True), *((source, False) for source in reversed(node.all_input_nodes))]
-    return found
+    return places
 
 
 def _numbered(variants: Iterable[str]) -> dict[str, str]:

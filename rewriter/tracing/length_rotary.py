@@ -64,22 +64,18 @@ def rotary_by_length(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Iter
 def _kinds(module: nn.Module) -> dict[str | None, str]:
     """The length-dependent scaling of a module by layer type (None: of all layers)."""
     said = getattr(module, "rope_type", None)
-    found = said if isinstance(said, Mapping) else {None: said}
-    return {t: k for t, k in found.items() if isinstance(k, str) and ("dynamic" in k or k == "longrope")}
+    by_layer_type = said if isinstance(said, Mapping) else {None: said}
+    return {t: k for t, k in by_layer_type.items() if isinstance(k, str) and ("dynamic" in k or k == "longrope")}
 
 
 def _named(layer_type: str | None, name: str) -> str:
     return name if layer_type is None else f"{layer_type}_{name}"
 
 
-def _settings(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    return found
-
-
 def pretrained_length(config: Any, layer_type: str | None = None) -> int:
     """The largest length of a call, in tokens, for which longrope takes its short factors."""
-    return int(_settings(config, layer_type)[_PRETRAINED])
+    settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    return int(settings[_PRETRAINED])
 
 
 def renewed_after(model: PreTrainedModel) -> int | None:
@@ -99,8 +95,8 @@ def _frequencies(module: nn.Module, layer_type: str | None, length: Any, device:
     """fp32 [pairs of channels] for a call of `length` tokens, by transformers' own function."""
     make = ROPE_INIT_FUNCTIONS[_kinds(module)[layer_type]]
     named = {} if layer_type is None else {"layer_type": layer_type}
-    found: torch.Tensor = make(module.config, device, seq_len=length, **named)[0]
-    return found
+    frequencies: torch.Tensor = make(module.config, device, seq_len=length, **named)[0]
+    return frequencies
 
 
 def _table(module: Any, layer_type: str | None, kind: str) -> tuple[str, torch.Tensor]:

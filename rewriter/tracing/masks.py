@@ -201,20 +201,21 @@ class StaticGraph:
             number = row.fill if row.fill_at is None else args_of(node)[row.fill_at]
             if not isinstance(number, fx.Node):
                 return Static(lambda length, stand_in: self._filled(node, number, length), sized=_is_size(number))
-        sources = {n: self.of(n) for n in _sources(node)}
+        read = [args_of(node)[0]] if node.target is ops.type_as_model else node.all_input_nodes
+        sources = {} if node.target is ops.additive_mask else {n: self.of(n) for n in read}
         if any(s is None for s in sources.values()):
             return None
-        found: dict[fx.Node, Static] = {n: s for n, s in sources.items() if s is not None}
-        masks = frozenset().union(*(s.masks for s in found.values()))
+        known: dict[fx.Node, Static] = {n: s for n, s in sources.items() if s is not None}
+        masks = frozenset().union(*(s.masks for s in known.values()))
         leaves = tree_leaves((node.args, node.kwargs))
         numbers = [abs(x) for x in leaves if type(x) is int and abs(x) < 1 << 60]
         if node.target is ops.additive_mask:
             masks |= {node.kwargs["mask"]}  # type: ignore[arg-type]
-        largest = max([0, *numbers, *(s.largest for s in found.values())])
-        sized = any(map(_is_size, leaves)) or any(s.sized for s in found.values())
+        largest = max([0, *numbers, *(s.largest for s in known.values())])
+        sized = any(map(_is_size, leaves)) or any(s.sized for s in known.values())
 
         def evaluate(length: int, stand_in: MaskSpec | None) -> Any:
-            values: dict[fx.Node, Any] = {n: s.evaluate(length, stand_in) for n, s in found.items()}
+            values: dict[fx.Node, Any] = {n: s.evaluate(length, stand_in) for n, s in known.items()}
             if node.target is ops.additive_mask:
                 like = torch.empty(1, length)
                 return ops.additive_mask(like, mask=stand_in or node.kwargs["mask"])
@@ -244,13 +245,6 @@ def _is_size(value: Any) -> bool:
     return type(value) in (int, float) and 0 < abs(value) < 1 << 60
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a node's value depends on."""
-    if node.target is ops.additive_mask:
-        return []
-    return [args_of(node)[0]] if node.target is ops.type_as_model else node.all_input_nodes
-
-
 _STAND_INS = (MaskSpec("causal"), MaskSpec("window", 3), MaskSpec("chunk", 4), MaskSpec("bidirectional"))
 _SHORT = 13
 _LENGTHS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
@@ -263,12 +257,12 @@ def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Stati
     """
 
     def visible(length: int, stand_in: MaskSpec | None) -> torch.Tensor | None:
-        found = hidden(length, stand_in)
-        while found.dim() > 2:
-            if not (found == found[:1]).all():
+        grid = hidden(length, stand_in)
+        while grid.dim() > 2:
+            if not (grid == grid[:1]).all():
                 return None  # it differs by head
-            found = found[0]
-        return ~found.expand(length, length)
+            grid = grid[0]
+        return ~grid.expand(length, length)
 
     if not value.masks:
         return _own_rule(visible, None, value)
@@ -281,8 +275,8 @@ def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Stati
     if rest is None:
         return None
     for spec in _STAND_INS:  # what the model hides itself, and what the mask hides
-        found = visible(_SHORT, spec)
-        if found is None or not torch.equal(found, rest & _grid(spec, _SHORT)):
+        grid = visible(_SHORT, spec)
+        if grid is None or not torch.equal(grid, rest & _grid(spec, _SHORT)):
             return None
     own = _own_rule(visible, MaskSpec("bidirectional"), value)
     both = None if own is None else own.intersection(mask)

@@ -70,8 +70,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
             file = path if path.is_file() else path / "config.json"
             data = read_json(file, "It is no Hugging Face config: download it again, or name another model.")
             refuse_per_rank(source, data)
-            check_numbers(file, data)
-            check_dtypes(file, data)
+            check_values(file, data)
             if needs_own_code(data) and not trust_remote_code:
                 raise RewriterError(
                     f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
@@ -83,7 +82,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
         refuse_per_rank(source, config.to_dict())
         if not path.exists():
-            check_numbers(str(source), config.to_dict())
+            check_values(str(source), config.to_dict())
         return config
     except RewriterError:
         raise
@@ -99,11 +98,11 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
 def _refuse_adapter_of_the_hub(source: str) -> None:
     from huggingface_hub import hf_hub_download
 
-    found = None
+    adapter = None
     with contextlib.suppress(Exception):  # no such id, no network, no such file
-        found = hf_hub_download(source, CONFIG)
-    if found is not None:
-        refuse_adapter(Path(found).parent)
+        adapter = hf_hub_download(source, CONFIG)
+    if adapter is not None:
+        refuse_adapter(Path(adapter).parent)
 
 
 def needs_own_code(config: Mapping[str, Any]) -> bool:
@@ -170,12 +169,12 @@ def stored_buffers(model: PreTrainedModel, fp32: Collection[str] = ()) -> dict[s
     `fp32` are those of `kept_in_fp32`.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found: dict[str, torch.dtype | None] = {}
+    dtypes: dict[str, torch.dtype | None] = {}
     for name, tensor in model.state_dict().items():
         if name not in parameters:
             follows = not any(re.search(pattern, name) for pattern in fp32)
-            found[name] = tensor.dtype if not tensor.is_floating_point() else None if follows else torch.float32
-    return found
+            dtypes[name] = tensor.dtype if not tensor.is_floating_point() else None if follows else torch.float32
+    return dtypes
 
 
 def _dtypes_as_built(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[frozenset[str], frozenset[str]]:
@@ -203,7 +202,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, **options: Any) 
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """What torch.empty makes, and whatever is large, is made on the meta device: it will be a parameter."""
+    """Makes what torch.empty makes, and all that is large, on the meta device: it will be a parameter."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -230,11 +229,11 @@ def _parameters_on_meta() -> Iterator[None]:
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """(path, list) of the decoder layers: of the lists in the model's decoder that are in no other one, the one as long
     as its config says, else the longest. An encoder of images or sound beside it may have more layers."""
-    found: list[tuple[str, nn.ModuleList]] = []
+    lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{p}.") for p, _ in found):
-            found.append((name, module))
-    if not found:
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{p}.") for p, _ in lists):
+            lists.append((name, module))
+    if not lists:
         raise RewriterError(f"{type(model).__name__} has no list of decoder layers, so there is nothing to rewrite.")
     inside = {id(module) for module in model.get_decoder().modules()}
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
@@ -243,7 +242,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         path, layers = item
         return id(layers) in inside, len(layers) == depth, len(layers), -path.count(".")
 
-    return max(found, key=rank)
+    return max(lists, key=rank)
 
 
 # what differs between layers that trace alike, and what every module has
@@ -251,9 +250,12 @@ _NO_DIFFERENCE = frozenset({"layer_idx", "layer_index", "forward", *nn.Module().
 
 
 def fingerprint(module: nn.Module) -> Any:
-    """What makes two modules trace alike: class tree, tensor shapes and plain attributes (layer indices aside)."""
+    """Key of modules that trace alike: class tree, tensor shapes and plain attributes (layer indices aside)."""
     attributes = tuple(
-        (name, repr(value) if _is_plain(value) else _function_name(value))
+        (
+            name,
+            repr(value) if _is_plain(value) else (getattr(value, "__module__", ""), getattr(value, "__qualname__", "")),
+        )
         for name, value in sorted(module.__dict__.items())
         if name not in _NO_DIFFERENCE and (_is_plain(value) or inspect.isroutine(value))
     )
@@ -275,10 +277,6 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None), torch.dtype))
 
 
-def _function_name(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
-
-
 # --- numbers of a config that no model can have
 
 
@@ -292,11 +290,17 @@ _FACTORS = ("factor", "long_factor", "short_factor")  # of positions, which are 
 _Place = tuple[str, ...]
 
 
-def check_numbers(file: str | Path, config: Mapping[str, Any]) -> None:
-    """Raise RewriterError, naming file and key, for a NaN, an epsilon below 0, and a rotary base or factor that is not
-    above 0."""
-    for place, value in _floats(config):
+def check_values(file: str | Path, config: Mapping[str, Any]) -> None:
+    """Raise RewriterError, naming file and key, for a NaN, an epsilon below 0, a rotary base or factor that is not
+    above 0, and a `dtype` that transformers cannot read."""
+    for place, value in _leaves(config):
         name = place[-1]
+        if isinstance(value, str):
+            if name not in ("dtype", "torch_dtype") or isinstance(getattr(torch, value, None), torch.dtype):
+                continue
+            raise RewriterError(
+                f"{file}: {'.'.join(place)} is {value!r}, expected a name such as 'bfloat16'. Correct it."
+            )
         if math.isnan(value):
             wrong = "expected a number"
         elif name.endswith(_BASES) and not 0 < value < math.inf:
@@ -308,17 +312,6 @@ def check_numbers(file: str | Path, config: Mapping[str, Any]) -> None:
         else:
             continue
         raise RewriterError(f"{file}: {'.'.join(place)} is {value}, {wrong}. Correct it, or download the file again.")
-
-
-def check_dtypes(file: str | Path, config: Mapping[str, Any]) -> None:
-    """Raise RewriterError, naming file and key, for a `dtype` that transformers cannot read, also of a model inside."""
-    for name in ("dtype", "torch_dtype"):
-        value = config.get(name)
-        if isinstance(value, str) and not isinstance(getattr(torch, value, None), torch.dtype):
-            raise RewriterError(f"{file}: {name} is {value!r}, expected a name such as 'bfloat16'. Correct it.")
-    for inner in config.values():
-        if isinstance(inner, Mapping):
-            check_dtypes(file, inner)
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
@@ -337,11 +330,11 @@ def check_sizes(config: PreTrainedConfig) -> None:
                 )
 
 
-def _floats(config: Mapping[str, Any], place: _Place = ()) -> Iterator[tuple[_Place, float]]:
-    """Every number of a config with its place, those of a list at the place of the list."""
-    for name, found in config.items():
-        for value in found if isinstance(found, list) else [found]:
+def _leaves(config: Mapping[str, Any], place: _Place = ()) -> Iterator[tuple[_Place, float | str]]:
+    """Every number and text of a config with its place, those of a list at the place of the list."""
+    for name, given in config.items():
+        for value in given if isinstance(given, list) else [given]:
             if isinstance(value, Mapping):
-                yield from _floats(value, (*place, name))
-            elif isinstance(value, int | float) and not isinstance(value, bool):
+                yield from _leaves(value, (*place, name))
+            elif isinstance(value, int | float | str) and not isinstance(value, bool):
                 yield (*place, name), min(value, 1 << 1000) if isinstance(value, int) else value

@@ -1,4 +1,4 @@
-"""What a model's own code raises while it is traced, in words."""
+"""Exceptions of a model's own code while it is traced, as sentences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refused(what: str, hint: str = "") -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception in words, with the line of the model's code that raised it."""
+    """The type and text of an exception, with the line of the model's code that raised it."""
     while isinstance(error, RewriterError) and error.__cause__ is not None:
         error = error.__cause__
     said = first_line(error)

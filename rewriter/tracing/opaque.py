@@ -1,7 +1,7 @@
 """Children of a layer whose inside cannot be represented: they stay the source's own modules (`program.Opaque`).
 
-That is exact as long as what such a child is given, besides the tensors of the wiring, is the same whatever the hidden
-state is: masks, positions, constants. A child that is handed an object which can carry values from layer to layer, or
+That is exact as long as what such a child is given, besides the tensors of the wiring, is the same for every hidden
+state: masks, positions, constants. A child that is handed an object which can carry values from layer to layer, or
 that leaves tensors behind in attributes, is refused.
 """
 
@@ -22,9 +22,8 @@ from rewriter.ir.marks import marks
 from rewriter.ir.op_semantics import dims_of, operator_of
 from rewriter.ir.ops import MaskSpec
 from rewriter.tracing.export import Example
-from rewriter.tracing.interception import Recorded, replaced_forward
+from rewriter.tracing.interception import Recorded, replaced_forward, tensor_paths, tensors_of
 from rewriter.tracing.meta_model import TRACE_DTYPE
-from rewriter.tracing.recorded_calls import tensor_paths, tensors_of
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, MaskSpec)
 
@@ -108,8 +107,8 @@ _ALONG = ("shift", "piece", "join", "scan", "reduction", "lookup", "difference")
 def mixing_operator(body: Body) -> str | None:
     """The first operator of `body` that combines several tokens outside of attention; None when there is none."""
     for module in body.modules.values():
-        if isinstance(module, Body) and (found := mixing_operator(module)):
-            return found
+        if isinstance(module, Body) and (mixing := mixing_operator(module)):
+            return mixing
     for node in body.graph.nodes:
         if node.op == "call_function" and _mixes(node):
             return str(node.target)

@@ -1,4 +1,4 @@
-"""Runtime parameters as expressions over checkpoint tensors, by the source type's own conversion."""
+"""Runtime parameters as expressions over checkpoint tensors, by the conversions that transformers makes on load."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from rewriter.common.errors import RewriterError
-from rewriter.tracing.conversions import converted
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Expression, Tensor
+from rewriter.weights.expressions import Concat, Expression, Shapes, Slice, Stack, Take, Tensor, Transpose
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 COMPARED = 1 << 24  # elements that are compared at a time
@@ -85,11 +85,11 @@ def checkpoint_expressions(
         raise RewriterError(f"{where} lacks {shown}. The model has {len(trained)} parameters." + step)
     refuse_unexplained_scales(where, expressions, checkpoint.dtypes, unused)
     for name, expression in expressions.items():
-        found = tuple(expression.shape(checkpoint.shapes))
-        if found != wanted[name]:
+        held = tuple(expression.shape(checkpoint.shapes))
+        if held != wanted[name]:
             raise RewriterError(
-                f"{name}: the checkpoint holds {_sizes(found)}, its config says {_sizes(wanted[name])}. "
-                "Config and weights do not belong together. " + _other_size(model, name, found, wanted[name])
+                f"{name}: the checkpoint holds {_sizes(held)}, its config says {_sizes(wanted[name])}. "
+                "Config and weights do not belong together. " + _other_size(model, name, held, wanted[name])
             )
         if state[name].is_floating_point() and (others := expression.dtypes(checkpoint.dtypes) - FLOATS):
             raise RewriterError(
@@ -116,10 +116,10 @@ def _without(model: PreTrainedModel, missing: Iterable[str]) -> str:
     )
 
 
-def _other_size(model: PreTrainedModel, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+def _other_size(model: PreTrainedModel, name: str, held: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     tables = _parameters_of(model, model.get_input_embeddings(), model.get_output_embeddings())
-    if name in tables and found[1:] == wanted[1:]:
-        return f"Where its vocabulary was resized, vocab_size in config.json has to be {found[0]}, as its rows are."
+    if name in tables and held[1:] == wanted[1:]:
+        return f"Where its vocabulary was resized, vocab_size in config.json has to be {held[0]}, as its rows are."
     return "Download both again."
 
 
@@ -159,9 +159,9 @@ _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
 
 def refuse_adapters(where: str, unused: Iterable[str]) -> None:
     """Raise RewriterError where tensors are parts of an adapter, which the model would be without."""
-    found = next((name for name in unused if not _ADAPTERS.isdisjoint(name.split("."))), None)
-    if found is not None:
-        raise RewriterError(f"{where} holds {found}: these are {_PEFT}.")
+    part = next((name for name in unused if not _ADAPTERS.isdisjoint(name.split("."))), None)
+    if part is not None:
+        raise RewriterError(f"{where} holds {part}: these are {_PEFT}.")
 
 
 def refuse_unexplained_scales(
@@ -184,21 +184,21 @@ def refuse_unexplained_scales(
 def other_names(missing: Collection[str], unused: Mapping[str, str]) -> str:
     """The unused tensors that are `missing` parameters of a model under longer or shorter names: which, and
     the next step. Empty where they are not. `unused` maps names to what they would be called in the model."""
-    found = {*unused, *unused.values()}
-    bare = {".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in found}
+    names = {*unused, *unused.values()}
+    bare = {".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names}
     if bare.issuperset(missing):
-        present = {part for name in found for part in name.split(".")}
+        present = {part for name in names for part in name.split(".")}
         what, who = next((part, who) for part, who in _WRAPPERS.items() if part in present)
         return f" Its names hold '{what}.', which {who} puts there. " + _renamed(f"name.replace('{what}.', '')")
     first = next(iter(missing))
-    for name in found:
+    for name in names:
         longer, shorter = name.removesuffix(f".{first}"), first.removesuffix(f".{name}")
-        if longer != name and found.issuperset(f"{longer}.{other}" for other in missing):
+        if longer != name and names.issuperset(f"{longer}.{other}" for other in missing):
             if longer.startswith("base_model"):
                 return f" Its names begin with '{longer}.': these are {_PEFT}."
             told = f" It has them with '{longer}.' in front, as of a model inside another one. "
             return told + _renamed(f"name.removeprefix('{longer}.')")
-        if shorter != first and all(other.removeprefix(f"{shorter}.") in found for other in missing):
+        if shorter != first and all(other.removeprefix(f"{shorter}.") in names for other in missing):
             return f" It has them without '{shorter}.' in front. " + _renamed(f"'{shorter}.' + name")
     return ""
 
@@ -208,3 +208,114 @@ def _renamed(new: str) -> str:
         "Save the model itself with save_pretrained; or rename the tensors in every file F (and in its index): "
         f"save_file({{{new}: t for name, t in load_file(F).items()}}, F, {{'format': 'pt'}}) of safetensors.torch."
     )
+
+
+# Operations that only move elements, along one dimension (`dim`, else the first): run on places, they say where to.
+_MOVING = ("Chunk", "Split", "Interleave", "PermuteForRope", "Inkling2UnpadVocab")
+
+
+def converted(
+    model: PreTrainedModel,
+    converter: Any,
+    sources: Mapping[str, list[str]],
+    target: str,
+    tensors: Mapping[str, Expression],
+    shapes: Shapes,
+) -> dict[str, Expression]:
+    """The parameters that transformers' `converter` makes, by name, of the tensors that `sources` names by pattern.
+
+    `target` is the first parameter's name, `shapes` are those of the stored tensors. Raises RewriterError where a
+    source is missing, and for an operation that does not only move elements.
+    """
+    patterns, targets = converter.source_patterns, converter.target_patterns
+    kinds = [type(operation).__name__ for operation in converter.operations]
+    if unknown := [kind for kind in kinds if kind not in ("MergeModulelist", "Concatenate", "Transpose", *_MOVING)]:
+        raise RewriterError(
+            f"{target}: transformers makes it by {unknown[0]}, a conversion of its type's checkpoints that is not "
+            "supported. Load the model with transformers and save it in its present form (save_pretrained with "
+            "save_original_format=False)."
+        )
+    if lacking := [p for p in patterns if p not in sources]:
+        raise RewriterError(f"{target}: the checkpoint has no tensor like *{lacking[0]}, needed to build it.")
+    values = {p: [tensors[n] for n in sources[p]] for p in patterns}
+    for kind, operation in zip(kinds, converter.operations, strict=True):
+        alone = all(len(group) == 1 for group in values.values())
+        if kind == "MergeModulelist":
+            stacked: list[list[Expression]] = [[Stack(tuple(group), operation.dim)] for group in values.values()]
+            values = dict(zip(targets if len(values) == 1 else values, stacked, strict=False))
+        elif kind == "Concatenate":
+            values = {targets[0]: [Concat(tuple(e for group in values.values() for e in group), operation.dim)]}
+        elif kind == "Transpose" and alone:
+            # Undone where the stored tensor has the parameter's shape already, if the operation looks at that.
+            fits = tuple(model.get_parameter(target).shape) if getattr(operation, "check_dims", False) else None
+            names = targets if len(values) == len(targets) == 1 else values
+            moved: list[list[Expression]] = [
+                [e if e.shape(shapes) == fits else Transpose(e, operation.dim0, operation.dim1)]
+                for [e] in values.values()
+            ]
+            values = dict(zip(names, moved, strict=True))
+        elif kind in _MOVING and alone:
+            values = _moved(model, converter, operation, target, {p: e for p, [e] in values.items()}, shapes)
+        else:
+            raise RewriterError(f"{target}: the checkpoint has several tensors where its conversion takes one of each.")
+    if not all(len(group) == 1 for group in values.values()):
+        raise RewriterError(f"{target}: its conversion gives several tensors where one is expected.")
+    for pattern in values:  # as transformers does: what stands around the first that is found
+        before, separator, behind = target.partition(pattern)
+        if separator:
+            return {before + name + behind: e for name, [e] in values.items()}
+    [[expression], *others] = values.values()
+    if others:
+        raise RewriterError(f"{target}: its conversion gives {1 + len(others)} tensors where one is expected.")
+    return {target: expression}
+
+
+def _moved(
+    model: PreTrainedModel, converter: Any, operation: Any, target: str, given: Mapping[str, Expression], shapes: Shapes
+) -> dict[str, list[Expression]]:
+    """Results of `operation` on `given`: it is run on the places along its dimension, all other sizes being 1."""
+    dim = getattr(operation, "dim", 0)
+    places: dict[str, torch.Tensor] = {}
+    begins: list[tuple[int, Expression]] = []
+    total = 0
+    for pattern, expression in given.items():
+        shape = expression.shape(shapes)
+        size = shape[dim]
+        thin = [size if d == dim % len(shape) else 1 for d in range(len(shape))]
+        places[pattern] = torch.arange(total, total + size).view(thin)
+        begins.append((total, expression))
+        total += size
+    result = operation.convert(
+        places,
+        source_patterns=converter.source_patterns,
+        target_patterns=converter.target_patterns,
+        full_layer_name=target,
+        model=_PlacesModel(model),
+        config=model.config,
+        missing_keys=None,
+    )
+    made: dict[str, list[Expression]] = {}
+    for name, moved in result.items():
+        begin, expression = max((b, e) for b, e in begins if b <= int(moved.min()))
+        made[name] = [_picked(expression, dim % moved.dim(), [p - begin for p in moved.flatten().tolist()], shapes)]
+    return made
+
+
+class _PlacesModel:
+    """The model, as operations look at it: its parameters have their shapes, and the dtype of places."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return torch.empty(self.model.get_parameter(name).shape, dtype=torch.int64, device="meta")
+
+
+def _picked(expression: Expression, dim: int, places: list[int], shapes: Shapes) -> Expression:
+    """The elements of `expression` at `places` along `dim`, in the plainest form."""
+    begin, end = places[0], places[0] + len(places)
+    if places != list(range(begin, end)):
+        return Take(expression, dim, tuple(places))
+    if len(places) == expression.shape(shapes)[dim]:
+        return expression
+    return Slice(expression, dim, ((begin, end),))

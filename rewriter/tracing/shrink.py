@@ -48,12 +48,12 @@ def depth(config: PreTrainedConfig) -> int:
     """Number of decoder layers. Raises RewriterError when the config does not say."""
     text = text_config(config)
     # Some types compute it, and do not store it.
-    found = next((value for name in LAYERS if isinstance(value := getattr(text, name, None), int)), None)
-    if found is None:
+    count = next((value for name in LAYERS if isinstance(value := getattr(text, name, None), int)), None)
+    if count is None:
         raise RewriterError(
             f"model type {config.model_type!r}: its config names no number of layers, so it cannot be shrunken"
         )
-    return int(found)
+    return int(count)
 
 
 def representatives(config: PreTrainedConfig, selections: Sequence[Collection[int]]) -> list[int]:

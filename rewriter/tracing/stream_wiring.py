@@ -1,4 +1,4 @@
-"""The wiring of the whole model with its residual stream marked.
+"""The wiring of the whole model, one graph of the layers' wirings in the graph around them, its residual stream marked.
 
 Some layers leave the residual add to a child (`self.mlp(x, residual)`). Such children are inlined: their own forward is
 traced as part of the layer, so that the add stands in the wiring. Where that is more than sums of what their children
@@ -7,18 +7,23 @@ give (attention), only the add that ends their body is taken out.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes, ops
-from rewriter.ir.marks import layer_of
+from rewriter.ir import SPLAT, Body, ChildInput, LayerArgument, Leaf, Module, PythonCall, args_of, drop_dead_nodes, ops
+from rewriter.ir.marks import layer_of, mark
 from rewriter.ir.op_semantics import kind_of
 from rewriter.ir.residual import NoStream, annotate, is_add
-from rewriter.tracing.assemble import ModelTracer, SurroundingGraph
-from rewriter.tracing.flatten import flatten
+from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, residual_input
+from rewriter.tracing.interception import layer_number, tensors_of
+from rewriter.tracing.masks import refuse_unknown_masks
+from rewriter.tracing.meta_model import TRACE_DTYPE
+from rewriter.tracing.wiring import bind, cast_to_dtype_of, is_cast, layer_signature
 
 
 def wire(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, dict[str, Module]]:
@@ -129,3 +134,197 @@ def _treats_tokens_alike(node: fx.Node, modules: Mapping[str, Module]) -> bool:
     return isinstance(module, Body) and all(
         kind_of(n) == "pointwise" for n in module.graph.nodes if n.op in ("call_function", "call_module")
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """A layer argument other than the hidden state: its name, and its value as a tree over wiring nodes."""
+
+    name: str
+    value: Any
+
+
+def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, dict[str, Module]]:
+    """(wiring of the whole model, modules by full path). The wiring takes input_ids, position_ids and ctx."""
+    graph = fx.Graph()
+    modules: dict[str, Module] = {}
+    env: dict[fx.Node, Any] = {}
+    ctx: fx.Node | None = None
+    for node in around.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = graph.placeholder(str(node.target))
+            continue
+        if ctx is None:
+            ctx = graph.placeholder("ctx")
+        if node.op == "call_module" and (index := layer_number(str(node.target))) is not None:
+            env[node] = _Layer(tracer, graph, modules, index, ctx).place([env[a] for a in node.args])
+            continue
+        args = fx.map_arg(node.args, env.__getitem__)
+        if node.op == "call_module":
+            module = modules[str(node.target)] = around.modules[str(node.target)]
+            if isinstance(module, Body):
+                args = tuple(args[i] for i in module.kept)
+        kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+        new = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        mark(new, layer=None)
+        env[node] = new
+        if node.op == "output":
+            new.args = (args_of(new)[0][0],)
+    drop_dead_nodes(graph)
+    refuse_unknown_masks(graph)
+    return graph, modules
+
+
+class _Layer:
+    """Places the wiring of one layer into the whole-model graph."""
+
+    def __init__(
+        self, tracer: ModelTracer, graph: fx.Graph, modules: dict[str, Module], index: int, ctx: fx.Node
+    ) -> None:
+        self.tracer, self.graph, self.modules, self.index, self.ctx = tracer, graph, modules, index, ctx
+        self.layer = tracer.layers[index]
+        self.kind = tracer.kind(index)
+        self.path = f"{tracer.path}.{index}"
+
+    def place(self, arguments: list[fx.Node]) -> fx.Node:
+        """`arguments` are the hidden state and the tensors of the layer's call; returns the layer's hidden output."""
+        hidden, *tensors = arguments
+        _, rebuild = tensors_of(self.tracer.calls[self.layer])
+        bound = bind(self.layer, *rebuild(tensors))
+        env: dict[fx.Node, Any] = {}
+        for node in self.kind.wiring.nodes:
+            if node.op == "placeholder":
+                name = str(node.target)
+                first = name == layer_signature(self.layer)[0][0]
+                env[node] = hidden if first else _Context(name, bound.get(name))
+            elif node.op == "call_module":
+                env[node] = self._call(node, self.kind.children[node.name], env)
+            elif node.op == "output":
+                result = args_of(node)[0]
+                result = result[0] if isinstance(result, (tuple, list)) else result
+                return env[result]
+            else:
+                env[node] = self._glue(node, env)
+        raise RewriterError(f"the wiring of {self.path} has no output")
+
+    def _glue(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        values = [env[n] for n in node.all_input_nodes]
+        if node.target is operator.getitem and isinstance(values[0], _Outputs):
+            return values[0].item(args_of(node)[1])
+        if node.target is operator.getitem and isinstance(values[0], _Context):
+            item = values[0].value[args_of(node)[1]]
+            return item if isinstance(item, fx.Node) else _Context(f"{values[0].name}[{args_of(node)[1]!r}]", item)
+        unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
+        args, kwargs = fx.map_arg(node.args, unwrapped.__getitem__), fx.map_arg(node.kwargs, unwrapped.__getitem__)
+        if node.op == "get_attr":
+            raise RewriterError(
+                f"{self.path} computes with a tensor of its own, {node.target}, outside of its children: the wiring of "
+                "a layer cannot hold that yet"
+            )
+        if node.op == "call_method" and args[0] is None:
+            raise RewriterError(
+                f"{self.path} calls {node.target} of what is None in this layer: its forward asks for that, which the "
+                "wiring of a layer cannot"
+            )
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "dropout":
+            probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            if probability:
+                return self._add("call_function", ops.dropout, (args[0], probability), {})
+            return args[0]
+        if (like := cast_to_dtype_of(node)) is not None:
+            return self._add("call_function", ops.type_as_model, (args[0], unwrapped[like]), {})
+        if is_cast(node, TRACE_DTYPE):  # the trace's dtype stands for the model's: that of the layer's parameters
+            return self._add("call_function", ops.type_as_model, (args[0], self._parameter()), {})
+        return self._add(node.op, node.target, args, kwargs)
+
+    def _parameter(self) -> fx.Node:
+        """A parameter of the layer, in the model's dtype."""
+        name = next(n for n, p in self.layer.named_parameters() if p.dtype == TRACE_DTYPE)
+        return self._add("get_attr", f"{self.path}.{name}", (), {})
+
+    def _add(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        new = self.graph.create_node(op, target, args, kwargs)
+        mark(new, layer=self.index)
+        return new
+
+    def _call(self, node: fx.Node, child: Child, env: dict[fx.Node, Any]) -> Any:
+        body = self.kind.bodies[child.name]
+        path = f"{self.path}.{child.name}"
+        residual = nowhere = None
+        if child.name in self.tracer.split.get(type(self.layer), ()) and isinstance(body, Body):
+            place = residual_input(body)
+            assert place is not None
+            nowhere = child.inputs[place]
+            residual = self._input(node, nowhere, env, path)
+            body = self.tracer.branch_of(body, place)
+            child = dataclasses.replace(child, inputs=tuple(w for w in child.inputs if w != nowhere))
+        self.modules[path] = body
+        inputs = [self._input(node, where, env, path) for where in child.inputs]
+        extra = (self.ctx,) if isinstance(body, Body) and body.attends else ()
+        new = self._add("call_module", path, (*inputs, *extra), {})
+        indices = {where: i for i, where in enumerate(child.inputs)}
+
+        def template(tree: Any, where: tuple[Any, ...]) -> Any:
+            if isinstance(tree, fx.Node):
+                value = env[tree]
+                if isinstance(value, _Context):
+                    return LayerArgument(value.name)
+                if where not in indices and value in inputs:  # one tensor given twice
+                    return ChildInput(inputs.index(value))
+                if where == nowhere:
+                    return 0.0  # what the child adds to it is wanted alone
+                if where not in indices:
+                    raise RewriterError(f"{path} is given a tensor that its body does not use")
+                return ChildInput(indices[where])
+            if isinstance(tree, (tuple, list)):
+                return type(tree)(template(item, (*where, i)) for i, item in enumerate(tree))
+            if isinstance(tree, dict):
+                return {key: template(item, (*where, key)) for key, item in tree.items()}
+            return tree
+
+        kwargs = {k: v for k, v in node.kwargs.items() if k != SPLAT}
+        call = PythonCall(template(tuple(node.args), (0,)), template(kwargs, (1,)), SPLAT in node.kwargs, None)
+        if child.outputs is None:
+            mark(new, python=call)
+            return new if residual is None else self._add("call_function", operator.add, (residual, new), {})
+        return _Outputs(self, new, call, child.outputs, residual)
+
+    def _input(self, node: fx.Node, where: tuple[Any, ...], env: dict[fx.Node, Any], path: str) -> fx.Node:
+        """The wiring node of the tensor at path `where` of a call's (args, kwargs)."""
+        tree: Any = (node.args, node.kwargs)
+        for step in where:
+            if isinstance(tree, fx.Node):
+                tree = env[tree]
+            if isinstance(tree, _Context):
+                tree = tree.value
+            if isinstance(tree, dict) and step not in tree and SPLAT in tree:
+                tree = env[tree[SPLAT]].value  # it came through the layer's **kwargs
+            tree = tree[step]
+        if isinstance(tree, fx.Node) and tree in env:
+            tree = env[tree]
+        if isinstance(tree, _Context):
+            tree = tree.value
+        if not isinstance(tree, fx.Node):
+            raise RewriterError(f"an input of {path} is computed inside the layer in a way that is not supported")
+        return tree
+
+
+class _Outputs:
+    """A child's returned Python tuple until its elements are picked."""
+
+    def __init__(self, layer: _Layer, node: fx.Node, call: PythonCall, outputs: Any, residual: fx.Node | None) -> None:
+        self.layer, self.node, self.call, self.outputs, self.residual = layer, node, call, outputs, residual
+        if len(outputs) == 1:
+            mark(node, python=dataclasses.replace(call, index=next(iter(outputs))))
+        else:
+            mark(node, python=call)
+
+    def item(self, index: int) -> Any:
+        if index not in self.outputs:
+            return _Context(f"{self.node.name}[{index}]", None)
+        value = self.node
+        if len(self.outputs) > 1:
+            value = self.layer._add("call_function", operator.getitem, (self.node, self.outputs[index]), {})
+        if self.residual is not None and self.outputs[index] == 0:
+            value = self.layer._add("call_function", operator.add, (self.residual, value), {})
+        return value

@@ -1,4 +1,5 @@
-"""The wiring of one decoder layer: its `forward` traced by torch.fx with the layer's children as leaves."""
+"""The wiring of one decoder layer: its `forward` traced by torch.fx with the layer's children as leaves, and with the
+arguments that the model gives it: which of them stay None in every setting is found by running the model."""
 
 from __future__ import annotations
 
@@ -11,10 +12,15 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, PreTrainedModel
 
+from rewriter.common.cache_names import cache_argument
+from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
-from rewriter.tracing.model_errors import refused
+from rewriter.tracing.interception import replaced_forward
+from rewriter.tracing.model_errors import first_line, refused
 
 
 class _LayerTracer(fx.Tracer):
@@ -41,7 +47,7 @@ def layer_signature(layer: nn.Module) -> tuple[tuple[str, ...], bool]:
 def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collection[str] = ()) -> fx.Graph:
     """One fx graph of `layer.forward`: placeholders are its parameters, `call_module` nodes its children.
 
-    `absent` are the arguments that the model leaves at a constant whatever happens (None): they are passed as such.
+    `absent` are the arguments that the model leaves at a constant in every setting (None): they are passed as such.
     `inlined` are the paths of children whose own forward is traced as part of the layer, since they add to the stream.
     A node named by SPLAT stands for the layer's `**kwargs`. Raises RewriterError when the control flow depends on
     values.
@@ -70,7 +76,9 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collectio
         tracer.create_node("output", "output", (_without_extras(tracer.create_arg(result)),), {})
     for node in tracer.graph.nodes:
         if node.op == "call_module":  # before unused elements go: what the layer unpacks says how many there are
-            mark(node, returned=_unpacked(node))
+            picked = [args_of(u)[1] for u in node.users if u.target is operator.getitem]
+            length = 1 + max(picked) if picked and all(isinstance(i, int) for i in picked) else None  # a bare tensor
+            mark(node, returned=length)
     drop_dead_nodes(tracer.graph)
     _cast_writes_instead_of_the_stream(tracer.graph)
     return tracer.graph
@@ -93,12 +101,6 @@ def only_calls_and_sums(wiring: fx.Graph) -> bool:
         or getattr(node.target, "__name__", "") == "dropout"
         for node in wiring.nodes
     )
-
-
-def _unpacked(node: fx.Node) -> int | None:
-    """The length of the tuple that a child returns, as far as its layer picks elements; None for a bare tensor."""
-    picked = [args_of(u)[1] for u in node.users if u.target is operator.getitem]
-    return 1 + max(picked) if picked and all(isinstance(i, int) for i in picked) else None
 
 
 def _cast_writes_instead_of_the_stream(graph: fx.Graph) -> None:
@@ -140,20 +142,132 @@ def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def _without_extras(result: Any) -> Any:
-    """What a layer returns; a tuple or list that something else is appended to (attention weights) without that."""
+    """Result of a layer; a tuple or list that something else is appended to (attention weights) without that."""
     first = result
     while isinstance(first, fx.Node) and first.target in (operator.add, operator.iadd):
         first = first.args[0]
     return tuple(first) if isinstance(first, (tuple, list)) else result
 
 
-def leaves_with_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(path, leaf) over tuples, lists and dicts; everything else is a leaf."""
-    if isinstance(tree, (tuple, list)):
-        for i, item in enumerate(tree):
-            yield from leaves_with_paths(item, (*path, i))
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from leaves_with_paths(item, (*path, key))
-    else:
-        yield path, tree
+def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the layer's own parameter names; what goes into its **kwargs stands under SPLAT."""
+    kind: Any = type(layer)
+    signature = forward_signature(kind)
+    bound = signature.bind(layer, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(list(bound.arguments.items())[1:])
+    variadic = next((n for n, p in signature.parameters.items() if p.kind == p.VAR_KEYWORD), None)
+    if variadic:
+        arguments[SPLAT] = arguments.pop(variadic)
+    return arguments
+
+
+def example_inputs(model: PreTrainedModel, layers: list[nn.Module], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Meta inputs of a trace: `ids` [B, S] and, where the model takes them, positions. Nothing is padded: no mask.
+
+    A model that is given no positions and counts them by comparing ids with padding (RoBERTa's begin at 2) is traced
+    without: its positions are not those that others count.
+    """
+    example = {"input_ids": ids, "position_ids": torch.zeros_like(ids)}
+    kind: Any = type(model)
+    parameters = forward_signature(kind).parameters
+    variadic = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    example = {name: x for name, x in example.items() if name in parameters or variadic}
+    without = {"input_ids": ids}
+    counts = _compares_ids(model, layers, without) and not _compares_ids(model, layers, example)
+    return without if counts else example
+
+
+class _Comparisons(TorchFunctionMode):
+    """Notes whether a tensor is compared with something."""
+
+    def __init__(self, watched: torch.Tensor) -> None:
+        super().__init__()
+        self.watched, self.compared = watched, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.compared |= name in ("ne", "eq", "__ne__", "__eq__", "not_equal") and any(x is self.watched for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _compares_ids(model: PreTrainedModel, layers: list[nn.Module], inputs: dict[str, torch.Tensor]) -> bool:
+    with _Comparisons(inputs["input_ids"]) as mode:
+        next(_runs(model, layers, {**inputs, "use_cache": False}))
+    return mode.compared
+
+
+def absent_arguments(
+    model: PreTrainedModel, layers: list[nn.Module], example: Mapping[str, torch.Tensor]
+) -> dict[nn.Module, dict[str, None]]:
+    """Per layer, the arguments that stay None also with a cache and with padding: its wiring holds them constant.
+
+    `example` are the inputs of the model, on meta. The layers themselves do not run. Raises RewriterError when the
+    model does not call them as modules.
+    """
+    # On the CPU and not all ones: models ask whether a mask hides anything, which has no answer on meta.
+    padded = torch.ones(example["input_ids"].shape, dtype=torch.int64)
+    padded[:, 0] = 0
+    seen: dict[nn.Module, list[dict[str, Any]]] = {layer: [] for layer in layers}
+    failures: list[Exception] = []
+    for extra in (
+        {"use_cache": False},
+        {"use_cache": False, "attention_mask": padded},
+        {"use_cache": False, "attention_mask": padded.to("meta")},
+        {"use_cache": True},
+        {"use_cache": True, cache_argument(model): DynamicCache(config=model.config)},
+    ):
+        for run in _runs(model, layers, {**example, **extra}, failures):
+            for layer, call in run.items():
+                seen[layer].append(call)
+            if len(run) == len(layers):
+                break
+    if not any(seen.values()):
+        text = f" ({first_line(failures[0])})" if failures else ""
+        raise RewriterError(
+            f"{type(model).__name__} does not call its decoder layers as modules{text}; nothing to trace."
+        )
+    known = {type(layer): calls for layer, calls in seen.items() if calls}
+    result = {}
+    for layer in layers:
+        calls = seen[layer] or known.get(type(layer), [])
+        names = layer_signature(layer)[0]
+        result[layer] = {n: None for n in names if calls and all(call.get(n) is None for call in calls)}
+    return result
+
+
+def switched_off(
+    model: PreTrainedModel, layers: list[nn.Module], example: Mapping[str, torch.Tensor], layer: nn.Module
+) -> dict[str, bool]:
+    """The arguments of `layer` that are False with a cache and without: what a program never asks for (weights of
+    attention beside the hidden state)."""
+    runs = (run for cache in (False, True) for run in _runs(model, layers, {**example, "use_cache": cache}))
+    calls = [run[layer] for run in runs if layer in run]
+    return {n: False for n in layer_signature(layer)[0] if calls and all(call.get(n) is False for call in calls)}
+
+
+def _runs(
+    model: PreTrainedModel, layers: list[nn.Module], inputs: Mapping[str, Any], failures: list[Exception] | None = None
+) -> Iterator[dict[nn.Module, dict[str, Any]]]:
+    """The arguments of each layer in runs in which layers return what they are given, bare and then as a tuple.
+
+    A run may end early, by an exception that is added to `failures`.
+    """
+
+    def forward(is_tuple: bool, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        arguments[layer] = bind(layer, args, kwargs)
+        hidden = arguments[layer][layer_signature(layer)[0][0]]
+        return (hidden,) if is_tuple else hidden
+
+    for is_tuple in (False, True):
+        arguments: dict[nn.Module, dict[str, Any]] = {}
+        with (
+            replaced_forward({layer: functools.partial(forward, is_tuple, layer) for layer in layers}),
+            torch.no_grad(),
+        ):
+            try:
+                model(**inputs)
+            except Exception as error:  # a model need not run in every setting; what it called until then counts
+                if failures is not None:
+                    failures.append(error)
+        yield arguments

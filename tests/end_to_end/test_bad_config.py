@@ -23,7 +23,7 @@ from rewriter.check.coverage.configs import registered_types, small_config
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import environment
-from rewriter.tracing.meta_model import _parameters_on_meta, build_on_meta, build_skeleton, check_numbers, check_sizes
+from rewriter.tracing.meta_model import _parameters_on_meta, build_on_meta, build_skeleton, check_sizes, check_values
 
 
 def spoil(model: Path, **values: Any) -> None:
@@ -261,7 +261,7 @@ def test_no_type_of_transformers_is_refused_for_its_defaults_or_built_otherwise(
         config = _made(lambda model_type=model_type: AutoConfig.for_model(model_type))
         if config is not None:
             check_sizes(config)
-            check_numbers(model_type, config.to_dict())
+            check_values(model_type, config.to_dict())
         small = _made(lambda model_type=model_type: small_config(model_type))
         if small is None:
             continue

@@ -31,8 +31,7 @@ from rewriter.measure.affinity import affinity, measurable, reordered
 from rewriter.measure.unit_assignment import assign_units
 from rewriter.passes import permute as permute_module
 from rewriter.passes.ladder import Ladder
-from rewriter.passes.permute import Permute, inverse, moved_units, order_of
-from rewriter.passes.placement.permutable_units import PermutableUnits, permutable_units
+from rewriter.passes.permute import PermutableUnits, Permute, inverse, moved_units, order_of, permutable_units
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace

@@ -22,9 +22,8 @@ from subprocesses import load_module
 from torch import Tensor
 
 from rewriter.ir.ops import MaskSpec, SequencePlan
-from rewriter.ir.token_layout import runs
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.ir.sequence_plan import runs
+from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.runtime import mark, record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d_overlap, exchanges
 from rewriter.runtime.attention import ring as ring_module

@@ -19,7 +19,7 @@ from rewriter.explain.inspection import inspect
 from rewriter.ir import Program
 from rewriter.ir.communication import by_place, collectives, summary
 from rewriter.passes.sequence.distributed_attention import wire_bytes
-from rewriter.passes.sequence.sequence_layout import attention_shapes, sequence_plan
+from rewriter.passes.sequence.sequence_plans import attention_shapes, sequence_plan
 from rewriter.recipes.apply import apply_recipe, load_recipe
 from rewriter.recipes.catalogue import library
 

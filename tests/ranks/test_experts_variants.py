@@ -27,7 +27,7 @@ from rewriter.ir.simulate import simulate
 from rewriter.passes import available
 from rewriter.runtime.experts import experts
 from rewriter.tracing import trace
-from rewriter.tracing.traced_experts import gate_of, is_experts
+from rewriter.tracing.interception import gate_of, is_experts
 
 pytestmark = pytest.mark.tracer
 

@@ -15,7 +15,7 @@ from qwen_ranks import PROMPTS, build
 from ranks import run_ranks
 
 from rewriter.ir.ops import SequencePlan
-from rewriter.ir.token_layout import join_tokens, take_tokens
+from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.runtime import SequenceCache, SlotSpec, generate
 from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import NEVER

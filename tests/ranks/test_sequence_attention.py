@@ -32,8 +32,8 @@ from torch._dynamo.utils import counters
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir.ops import MaskSpec, SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import impossible
+from rewriter.passes.sequence.distributed_attention import AttentionShape, impossible, wire_bytes
+from rewriter.passes.sequence.sequence_costs import memory
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention import tiles
 from rewriter.runtime.attention.mesh import AttentionMesh
@@ -59,6 +59,18 @@ def too_far(outcomes: Any) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_errors_are_at_most_twice_those_of_one_device(ranks):
     assert not too_far(chosen(ranks))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bytes_on_the_wire_and_kept_are_the_planners_on_every_rank(ranks):
+    for outcome in chosen(ranks):
+        case = outcome.case
+        sizes = {"batch": case.batch, "dtype_bytes": case.dtype.itemsize}
+        shape = AttentionShape(*case.heads, case.head_dim, case.value_dim, **sizes)
+        planned = [wire_bytes(case.plan, shape, case.length, rank) for rank in range(ranks)]
+        assert outcome.forward == [(p.forward, p.forward) for p in planned], case.name
+        assert outcome.backward == [(p.backward, p.backward) for p in planned], case.name
+        assert [sum(kept) for kept in outcome.saved] == [memory(case.plan, shape, case.length).saved] * ranks, case.name
 
 
 @pytest.mark.slow

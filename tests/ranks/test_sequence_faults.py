@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_cases import CAUSAL, FULL, PADDED, Case, Outcome, attention2d, run_cases
 
-from rewriter.ir import token_layout
+from rewriter.ir import sequence_plan
 from rewriter.runtime.attention import attention2d_gathered, exchanges, partial_merge, tiles
 
 
@@ -54,7 +54,7 @@ def forget_strictness():
 
 
 def see_padding():
-    token_layout.TokenRun.below = lambda run, length: run
+    sequence_plan.TokenRun.below = lambda run, length: run
 
 
 def take_one_copys_gradient():

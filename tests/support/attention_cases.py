@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.ir.ops import MaskSpec, SequencePlan
-from rewriter.ir.token_layout import join_tokens, take_tokens
+from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_axis import register

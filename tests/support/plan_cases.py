@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from rewriter.fabric import Device, Fabric, Link
-from rewriter.passes.sequence.attention_shape import AttentionShape
+from rewriter.passes.sequence.distributed_attention import AttentionShape
 
 WIDE = 10**9  # head size: log-sum-exps vanish beside it
 
@@ -22,7 +22,6 @@ def drawn(seed: int) -> tuple[AttentionShape, int, int]:
         layers=draw.choice([1, 3]),
         batch=draw.choice([1, 2]),
         dtype_bytes=draw.choice([2, 4, 8]),
-        kv_dtype_bytes=draw.choice([None, None, 1]),
         causal=draw.choice([True, False]),
     )
     return shape, draw.randint(1, 36), draw.choice([500, 4096, 65536])

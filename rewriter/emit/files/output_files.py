@@ -23,7 +23,7 @@ from rewriter.ir import Program
 from rewriter.output.manifest import FileHeader, PerRank, Runtime, SequenceEntry
 from rewriter.output.names import mesh_name
 from rewriter.passes.base import bound_ranks, single_device
-from rewriter.passes.sequence.sequence_layout import sequence_plan
+from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies

@@ -18,7 +18,7 @@ from rewriter.emit.huggingface.source_classes import passed_by_place
 from rewriter.emit.huggingface.verbatim.model import CACHE_NAMES
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.python_source import attribute, literal, quoted
-from rewriter.ir import SPLAT, Input, LayerArgument, PythonCall, Source
+from rewriter.ir import SPLAT, ChildInput, LayerArgument, PythonCall, Source
 from rewriter.ir.marks import marks
 
 
@@ -101,7 +101,7 @@ class WiringPrinter(NodePrinter):
             return super().expression(node)
 
         def leaf(value: Any) -> str | None:
-            if isinstance(value, Input):
+            if isinstance(value, ChildInput):
                 return self.name(_argument(node, value))
             if isinstance(value, LayerArgument):
                 splat = value.name.startswith(SPLAT)
@@ -133,15 +133,15 @@ def operands(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
 
     def note(value: Any) -> str | None:
-        if isinstance(value, Input):
+        if isinstance(value, ChildInput):
             found.append(_argument(node, value))
-        return "" if isinstance(value, (Input, LayerArgument)) else None
+        return "" if isinstance(value, (ChildInput, LayerArgument)) else None
 
     literal((call.args, call.kwargs), note)
     return found
 
 
-def _argument(node: fx.Node, place: Input) -> fx.Node:
+def _argument(node: fx.Node, place: ChildInput) -> fx.Node:
     argument = node.args[place.index]
     assert isinstance(argument, fx.Node)
     return argument

@@ -31,7 +31,7 @@ from rewriter.ir.absolute_positions import counts_tokens
 from rewriter.ir.marks import in_stream
 from rewriter.ir.schedule import with_readers_first
 from rewriter.ir.structure import is_dropout, without_dropout
-from rewriter.passes.sequence.sequence_layout import sequence_plan
+from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.weights.checkpoint import TORCH_DTYPES
 
 

@@ -32,7 +32,7 @@ from rewriter.ir.simulate import load_weights
 from rewriter.measure.drift import golden_tokens, too_large
 from rewriter.passes.base import Pass, bound_ranks
 from rewriter.passes.quantize_collectives import exact, is_quantized
-from rewriter.passes.sequence.sequence_layout import sequence_plan
+from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import check_bound, lint, load_recipe
 from rewriter.tracing import trace

@@ -13,9 +13,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.explain.bisect.values import LOGITS, Point, Ranks, Values
 from rewriter.ir import Program, args_of
 from rewriter.ir.marks import marks
+from rewriter.ir.sequence_plan import join_tokens
 from rewriter.ir.simulate import Shards, Simulator
-from rewriter.ir.token_layout import join_tokens
-from rewriter.passes.sequence.sequence_layout import sequence_plan
+from rewriter.passes.sequence.sequence_plans import sequence_plan
 
 Key = tuple[str, str]
 """(path of the body with a dot after it, empty for the wiring; name of the node in its graph)."""

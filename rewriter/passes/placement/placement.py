@@ -20,7 +20,7 @@ from rewriter.passes.placement.units import Units
 
 
 def split_body(body: Body, ranks: int) -> SplitBody:
-    """`body` for one of `ranks` ranks, with a Partial output. Raises Unsplittable with the reason in words."""
+    """`body` for one of `ranks` ranks, with a Partial output. Raises Unsplittable with the reason."""
     state = PlacementState(body, Units(ranks))
     if body.outputs != 1:
         raise Unsplittable("it returns several tensors")
@@ -28,10 +28,19 @@ def split_body(body: Body, ranks: int) -> SplitBody:
     _label_attention(state)
     state.labels.propagate()
     for node in exits:
-        _label_exit(state, node)
+        source = args_of(node)[0]
+        if node.target is not ops.experts and source not in state.labels.of:
+            shape = reduced_shape(value_of(source))
+            first = state.units.channels(shape[-1], "channels")
+            state.labels.set(source, torch.arange(first, first + shape[-1]).expand(shape))
+            state.labels.propagate()
     _label_modules(state)
     state.find_sharded()
-    _find_local(state)
+    for node in state.graph.nodes:
+        # the one key/value head of a fused projection is no shard, but every rank computes it from its own copy
+        through = is_movement(node) or is_pointwise(node)
+        if node in state.sharded or (through and any(n in state.local for n in tensor_inputs(node))):
+            state.local.add(node)
     for node in list(state.graph.nodes):
         _place(state, node, set(exits))
     if args_of(state.graph.output_node())[0] not in state.partial:
@@ -55,14 +64,6 @@ def _place(state: PlacementState, node: fx.Node, exits: set[fx.Node]) -> None:
         place_product(state, node, product, exits)
     elif node.op == "call_function":
         place_function(state, node)
-
-
-def _find_local(state: PlacementState) -> None:
-    """The one key/value head of a fused projection is no shard, but every rank computes it from its own copy."""
-    for node in state.graph.nodes:
-        through = is_movement(node) or is_pointwise(node)
-        if node in state.sharded or (through and any(n in state.local for n in tensor_inputs(node))):
-            state.local.add(node)
 
 
 # --- where the output is made ----------------------------------------------------------------------------------------
@@ -139,15 +140,6 @@ def _label_attention(state: PlacementState) -> None:
 
 def _set_heads(state: PlacementState, node: fx.Node, heads: torch.Tensor) -> None:
     state.labels.set(node, heads.reshape(1, -1, 1, 1).expand(reduced_shape(value_of(node))))
-
-
-def _label_exit(state: PlacementState, node: fx.Node) -> None:
-    source = args_of(node)[0]
-    if node.target is not ops.experts and source not in state.labels.of:
-        shape = reduced_shape(value_of(source))
-        first = state.units.channels(shape[-1], "channels")
-        state.labels.set(source, torch.arange(first, first + shape[-1]).expand(shape))
-        state.labels.propagate()
 
 
 def _label_modules(state: PlacementState) -> None:

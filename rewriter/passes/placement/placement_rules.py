@@ -1,7 +1,7 @@
 """Rules for nodes whose values are split over ranks: one rule per kind of node.
 
 A rule reads which values are sharded, partial or local (`PlacementState`), edits the graph in place, and raises
-Unsplittable with the reason in words. A replicated value that enters rank-local computation passes `copy_to_group`,
+Unsplittable with the reason. A replicated value that enters rank-local computation passes `copy_to_group`,
 whose gradient is an all-reduce.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from rewriter.ir import Body, Leaf, args_of, ops, placeholders
+from rewriter.ir import Body, Leaf, args_of, ops, placeholders, put_after
 from rewriter.ir.labels import Unsplittable, reduced_shape, tensor_inputs, value_of, varying_dim
 from rewriter.ir.marks import mark
 from rewriter.ir.op_semantics import (
@@ -25,6 +25,7 @@ from rewriter.ir.op_semantics import (
     is_sum,
     kind_of,
     operator_of,
+    slice_bounds,
 )
 from rewriter.passes.placement.placement_state import PlacementState, Split, name_of, reads_values
 from rewriter.passes.placement.projections import Product, Shard, column_parallel, held, is_projection, row_parallel
@@ -166,20 +167,18 @@ def _take_own(state: PlacementState, node: fx.Node) -> None:
     """Stacks of whole values of which a rank needs its own part: parameters of single heads."""
     dim, ranges = split = state.sharded.pop(node)
     state.local.discard(node)
-    users, whole, size = list(node.users), node, int(value_of(node).shape[dim])
+    whole, size = node, int(value_of(node).shape[dim])
     if size < state.ranks and state.ranks % size == 0:  # key/value heads that several ranks hold
-        whole = _after(node, aten.repeat_interleave.self_int, state.ranks // size, dim)
+        whole = put_after(node, aten.repeat_interleave.self_int, state.ranks // size, dim)
         whole.meta["val"] = value_of(node).repeat_interleave(state.ranks // size, dim)
     held_alike = tuple(((rank * size // state.ranks, rank * size // state.ranks + 1),) for rank in range(state.ranks))
     if ranges != (equal_runs(size, state.ranks) if whole is node else held_alike):
         raise Unsplittable(f"{size} heads with parameters of their own are not in equal runs on {state.ranks} ranks")
-    own = _after(whole, ops.own_shard, AXIS, dim)
+    own = put_after(whole, ops.own_shard, AXIS, dim)
     own.meta["val"] = value_of(whole).narrow(dim, 0, max(1, size // state.ranks))
     state.sharded[own] = split
     state.local.add(own)
     state.copy_to_group(own, whole)
-    for user in users:
-        user.replace_input_with(node, own)
 
 
 def _place_linear(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
@@ -287,12 +286,10 @@ def _localize_sizes(node: fx.Node, place: int, split: Split) -> None:
 
 
 def _local_bounds(node: fx.Node, size: int, ranges: tuple[Ranges, ...]) -> list[int]:
-    start, end = argument(node, "start"), argument(node, "end")
-    start, end = 0 if start is None else start, size if end is None else end
-    if not isinstance(start, int) or not isinstance(end, int):
+    places = slice_bounds(node, size)
+    if places is None:
         raise Unsplittable("a split dimension is sliced at a computed place")
-    start, end = (min(x + size if x < 0 else x, size) for x in (start, end))
-    bounds = {tuple(sum(max(0, min(b, x) - a) for a, b in r) for x in (start, end)) for r in ranges}
+    bounds = {tuple(sum(max(0, min(b, x) - a) for a, b in r) for x in places) for r in ranges}
     if len(bounds) != 1:
         raise Unsplittable("ranks would slice a split dimension differently")
     return list(bounds.pop())
@@ -323,18 +320,8 @@ def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Split], ranks: in
         return
     if copies is None:
         raise Unsplittable(f"{name_of(node)} reduces over heads of which ranks hold unequal numbers of copies")
-    users = list(node.users)
-    last = _after(node, ops.all_reduce, AXIS)
+    total = put_after(node, ops.all_reduce, AXIS)
+    total.meta["val"] = value_of(node)
     factor = 1.0 / (ranks if function_of(node) == "mean" else copies)
     if factor != 1.0:
-        last = _after(last, aten.mul.Tensor, factor)
-    for user in users:
-        user.replace_input_with(node, last)
-
-
-def _after(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new node after another one, which is its first argument; their values are of one shape."""
-    with node.graph.inserting_after(node):
-        new = node.graph.call_function(target, (node, *args))
-    new.meta["val"] = value_of(node)
-    return new
+        put_after(total, aten.mul.Tensor, factor).meta["val"] = value_of(node)

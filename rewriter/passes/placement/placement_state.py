@@ -127,7 +127,7 @@ def differentiable(node: fx.Node, body: Body) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """The operator of a node, in words for a refusal."""
+    """The operator of a node, as a refusal names it."""
     return getattr(node.target, "__name__", None) or str(node.target)
 
 

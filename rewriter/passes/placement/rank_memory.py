@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rewriter.ir import Leaf, Module, Opaque, Program, args_of, nodes_inside, ops
+from rewriter.ir import Leaf, Module, Opaque, Program, args_of, called_module, ops
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
-from rewriter.passes.sequence.sequence_layout import attention_shapes
+from rewriter.passes.sequence.sequence_plans import attention_shapes
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,13 @@ def memory(program: Program) -> RankMemory:
     size = model_dtype_bytes(program)
     full = sum(math.prod(p.full_shape or p.shape) for p in program.parameters.values())
     local = sum(math.prod(p.shape) for p in program.parameters.values())
-    cache = windowed = widest = stream = 0
-    known: dict[int, tuple[int, int, int]] = {}
-    shapes = wiring_shapes(program)
-    for node in program.graph.nodes:
-        if node.op == "call_module":
-            module = program.modules[str(node.target)]
-            if id(module) not in known:
-                known[id(module)] = (*_cache(module), _widths(module))
-            everything, bounded, width = known[id(module)]
-            cache, windowed = cache + everything, windowed + bounded
-            if marks(node).layer is not None:
-                widest = max(widest, width)
-        if in_stream(node):
-            stream = max(stream, _width(shapes[node]))
+    kept = [(s.layers * s.kv_heads * (s.head_dim + s.value_dim), s.window) for s in attention_shapes(program)]
+    cache = sum(elements for elements, _ in kept)
+    windowed = sum(elements for elements, window in kept if window is not None)
+    shapes, nodes = wiring_shapes(program), program.graph.nodes
+    called = [called_module(node, program.modules) for node in nodes if marks(node).layer is not None]
+    widest = max((_widths(m) for m in {id(m): m for m in called if m is not None}.values()), default=0)
+    stream = max((_width(shapes[node]) for node in nodes if in_stream(node)), default=0)
     logits = _width(shapes[program.graph.output_node()])
     return RankMemory(
         full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size
@@ -72,18 +65,6 @@ def cache_elements(program: Program, tokens: int) -> int:
 
 def _width(shape: Value) -> int:
     return math.prod(s for s in shape if isinstance(s, int)) if is_shape(shape) else 0
-
-
-def _cache(module: Module) -> tuple[int, int]:
-    """(elements cached per token, those of them in windows or chunks) by one call of a module."""
-    total = bounded = 0
-    for _, node in nodes_inside(module):
-        if node.target is ops.attention:
-            k, v = (operand.meta["val"].shape for operand in args_of(node)[1:3])
-            elements = int((marks(node).local_kv_heads or k[1]) * (k[-1] + v[-1]))
-            total += elements
-            bounded += elements * (node.kwargs["mask"].reach is not None)
-    return total, bounded
 
 
 def _widths(module: Module) -> int:

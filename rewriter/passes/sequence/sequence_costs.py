@@ -1,19 +1,29 @@
-"""Memory and time of a plan for sequence-sharded attention on a rank, estimated from its messages.
+"""Memory and time of a plan for sequence-sharded attention on a rank, and the least bytes that any plan exchanges.
 
-Symbols as in `attention_shape`. Memory counts the tensors of the algorithms, not what transports copy. Time is the α-β
-model of `rewriter.fabric` and the arithmetic at the device's rate; work is equal on all ranks, which cyclic and zigzag
-tokens make nearly true. Where messages overlap with computation, the longer of both counts, block by block.
+Symbols as in `distributed_attention`. Memory counts the tensors of the algorithms, not what transports copy. Time is
+the α-β model of `rewriter.fabric` and the arithmetic at the device's rate; work is equal on all ranks, which cyclic and
+zigzag tokens make nearly true. Where messages overlap with computation, the longer of both counts, block by block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rewriter.fabric import Channel, Device, Fabric, Link
 from rewriter.ir.ops import SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape, Axis, kv_bytes, quantizes
-from rewriter.passes.sequence.distributed_attention import ALGORITHMS, axis_ranks, messages, slowest
+from rewriter.passes.sequence.distributed_attention import (
+    ALGORITHMS,
+    AttentionShape,
+    Axis,
+    WireBytes,
+    axis_ranks,
+    kv_bytes,
+    messages,
+    quantizes,
+    slowest,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class AttentionMemory:
 
 @dataclass(frozen=True)
 class AttentionSeconds:
-    """Of one layer. `compute` is a part of `forward` and `backward` together; the rest waits for messages."""
+    """Time of one layer. `compute` is a part of `forward` and `backward` together; the rest waits for messages."""
 
     forward: float
     backward: float
@@ -109,9 +119,8 @@ def seconds(
     tokens: int,
     device: Device,
     through: Mapping[Axis, Channel],
-    training: bool = True,
 ) -> AttentionSeconds:
-    """Time of one layer's attention on the slowest rank; without `training`, no backward."""
+    """Time of one layer's attention on the slowest rank."""
     pairs = shape.visible_pairs(tokens) * shape.q_heads * shape.batch / plan.ranks
     head, value = shape.head_dim, shape.value_dim
     calls = ALGORITHMS[plan.kind].kernel_calls(plan, shape) * device.call
@@ -119,8 +128,6 @@ def seconds(
     forward = pairs * (2 * head + 2 * value) / device.flops + calls
     backward = pairs * (6 * head + 4 * value) / device.flops + calls
     first = _pass(plan, shape, tokens, through, forward, backward=False)
-    if not training:
-        return AttentionSeconds(first, 0.0, forward)
     return AttentionSeconds(first, _pass(plan, shape, tokens, through, backward, backward=True), forward + backward)
 
 
@@ -168,3 +175,57 @@ def _overlapped(
     between = (columns - 3) * max(rows * tile, queries + results) if columns > 3 else 0.0
     last = max((rows - 1) * max(tile, key_sums) + tile, results if columns > 2 else 0.0)
     return gathering + first + between + last + results
+
+
+def lower_bound(shape: AttentionShape, tokens: int, ranks: int, causal: bool = False) -> WireBytes:
+    """Bytes that a rank of `ranks` must receive at least, in the mean, for sequences of `tokens`, with any algorithm.
+    `causal` halves the pairs, not `shape.causal`.
+
+    A device that scores S pairs of one key/value head, seen by u (query head, token) pairs and v tokens, has S ≤ u · v:
+    a set is no larger than the product of its projections. It needs the q of all u and the k and v of all v, and for
+    each of the u a part of the output leaves it. Tokens are sharded, so of each head it owns G · n queries and n keys
+    (G = Hq / Hkv, n = N / P); all else travels. With equal work, each device scores Hq · N² / P pairs. The least number
+    of words over all choices of u and v per key/value head follows exactly, since the work that a head gains grows
+
+    - ever faster with what is spent on it, while n · G is the smaller side: best is to fill head after head, at the end
+      4 · N · D · √(Hq / P) for P ≥ Hq, which a grid reaches after heads are exchanged; or
+    - first by rows of the owned queries, then slower, where one rank's queries are more than the keys of a sequence
+      (G > P): best is to gather keys of all heads, as a ring does.
+
+    Backward, do is needed and dq leaves for each query, dk and dv leave for each key; the tensors of forward may have
+    been kept, as Ulysses keeps them, and δ and log-sum-exps travel free.
+
+    Heuristic: it takes work as equal on all devices, so it bounds their mean, received and sent alike, and it does not
+    let a device compute a projection again instead of receiving it. Under a causal mask half the pairs are scored, so
+    that in the limit 1 / √2 of the words suffice; but only tiles entirely below the diagonal could do with them. Tiles
+    of cyclic or zigzag tokens are half masked, so no plan here can come nearer than the bound of full attention.
+    """
+    each = (shape.head_dim + shape.value_dim) * shape.dtype_bytes  # q and o, k and v, do and dq, dk and dv
+    least = shape.batch * tokens * each * _least(shape, ranks, causal)
+    return WireBytes(least, least)
+
+
+def _least(shape: AttentionShape, ranks: int, causal: bool) -> float:
+    """The least number of queries and keys of one head together, in units of N; work is their product."""
+    heads = shape.kv_heads
+    low, low_cap = 1 / ranks, 1.0  # keys: what is owned, and all there is; queries are as many times the groups
+    high, high_cap = shape.groups / ranks, float(shape.groups)
+    work = shape.q_heads / ranks / (2 if causal else 1) - heads * low * high
+    if work <= 0:
+        return 0.0  # what a device owns is enough
+    if low_cap <= high:  # the short side is filled before the sides are equal: from there each word scores less
+        first = heads * (low_cap - low) * high
+        return min(work, first) / high + max(0.0, work - first) / low_cap
+    whole = low_cap * high_cap - low * high
+    filled, rest = divmod(work, whole)
+    return filled * (low_cap - low + high_cap - high) + _one_head(rest, low, high, min(low_cap, high_cap))
+
+
+def _one_head(work: float, low: float, high: float, cap: float) -> float:
+    """Cost of `work` more than low · high on one head: the short side grows until both are equal, then both until the
+    lesser is full at `cap`, then the other."""
+    product = low * high + work
+    if product <= high * high:
+        return product / high - low
+    equal = math.sqrt(product)
+    return (2 * equal if equal <= cap else cap + product / cap) - low - high

@@ -1,20 +1,35 @@
-"""Plans for attention over sequence-sharded tokens: all that can run, ranked, with bytes, memory and time."""
+"""Plans for attention over sequence-sharded tokens: all that can run, ranked, with bytes, memory and time; and the plan
+of a program."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
+from torch import fx
+
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import context_length
 from rewriter.fabric import Fabric, Link, load_fabric
+from rewriter.ir import Program, args_of, nodes_inside, ops
+from rewriter.ir.communication import model_dtype_bytes
+from rewriter.ir.marks import marks
 from rewriter.ir.ops import SequenceKind, SequencePlan
 from rewriter.ir.sequence_plan import KINDS, Grid
-from rewriter.passes.sequence.attention_shape import AttentionShape, Axis, WireBytes
-from rewriter.passes.sequence.distributed_attention import ALGORITHMS, impossible, slowest, wire_bytes
-from rewriter.passes.sequence.sequence_bound import lower_bound
-from rewriter.passes.sequence.sequence_costs import AttentionSeconds, channels, memory, seconds
+from rewriter.passes.sequence.distributed_attention import (
+    ALGORITHMS,
+    AttentionShape,
+    Axis,
+    WireBytes,
+    impossible,
+    messages,
+    slowest,
+    wire_bytes,
+)
+from rewriter.passes.sequence.sequence_costs import AttentionSeconds, channels, lower_bound, memory, seconds
 
 Shapes = AttentionShape | Sequence[AttentionShape]
 
@@ -28,8 +43,8 @@ class Setting:
     """The setting that plans are compared in.
 
     `links` gives axes of the grid their own link instead of the fabric's. `tensor_parallel` ranks stand beside
-    each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last. Without
-    `training`, forward alone counts. `quantized` and `min_bytes` are those of every plan.
+    each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last.
+    `quantized` and `min_bytes` are those of every plan.
     """
 
     tokens: int = TOKENS
@@ -37,7 +52,6 @@ class Setting:
     links: Mapping[Axis, Link] | None = None
     tensor_parallel: int = 1
     memory_limit: int | None = None
-    training: bool = True
     quantized: str | None = None
     min_bytes: int = 0
 
@@ -159,7 +173,7 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting | None = None) -> P
     """Cost of one plan. Raises RewriterError if it is impossible."""
     setting = setting or Setting()
     through = channels(plan, setting.fabric, setting.links, setting.tensor_parallel)
-    rank, tokens, training, device = slowest(plan), setting.tokens, setting.training, setting.fabric.device
+    rank, tokens, device = slowest(plan), setting.tokens, setting.fabric.device
     shapes = _several(shape)
 
     def total(parts: Callable[[AttentionShape], tuple[float, ...]]) -> Iterator[float]:
@@ -168,12 +182,10 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting | None = None) -> P
 
     wire = WireBytes(*total(lambda one: astuple(wire_bytes(plan, one, tokens, rank))))
     bound = WireBytes(*total(lambda one: astuple(lower_bound(one, tokens, plan.ranks))))
-    if not training:
-        wire, bound = replace(wire, backward=0), replace(bound, backward=0.0)
-    times = AttentionSeconds(*total(lambda one: astuple(seconds(plan, one, tokens, device, through, training))))
+    times = AttentionSeconds(*total(lambda one: astuple(seconds(plan, one, tokens, device, through))))
     held = [(one.layers, memory(plan, one, tokens)) for one in shapes]
-    saved = sum(layers * m.saved * training for layers, m in held)
-    live = max(max(m.forward + m.saved * (not training), m.backward * training) for _, m in held)
+    saved = sum(layers * m.saved for layers, m in held)
+    live = max(max(m.forward, m.backward) for _, m in held)
     fits = setting.memory_limit is None or saved + live <= setting.memory_limit
     return PlanCost(plan, wire, saved, live, times, bound, fits)
 
@@ -221,3 +233,85 @@ def _nearest(grid: Sequence[int], ranks: int, shape: Shapes) -> str:
 
     near = sorted(able, key=lambda other: (distance(other), other))[:3]
     return f"Nearest grids that can: {', '.join(str(list(g)) for g in near)}"
+
+
+AXIS = "sp"
+
+
+def sequence_plan(program: Program) -> ops.SequencePlan | None:
+    """The plan that the program's tokens are sharded by, one per model; None where every rank has all tokens."""
+    for node in program.graph.nodes:
+        if node.target is ops.shard_tokens:
+            plan: ops.SequencePlan = args_of(node)[2]
+            return plan
+    return None
+
+
+def attentions(program: Program) -> Iterator[tuple[str, fx.Node]]:
+    """(path of the called body, node) of every attention of a forward pass; a body called twice counts twice."""
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            nodes = nodes_inside(program.modules[str(node.target)], str(node.target))
+            yield from ((path, inner) for path, inner in nodes if inner.target is ops.attention)
+
+
+def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
+    """The kinds of attention of a program, as one tensor-parallel rank computes them, with the number of each.
+
+    Heads are a rank's own whether `tensor_parallel` was applied already or not. What that pass leaves replicated has
+    all heads, which is known only after it.
+    """
+    ranks = program.mesh.get("tp", 1)
+    split = any(entry.rewrite.makes_partials for entry in program.history)
+    size = model_dtype_bytes(program)
+    counts: Counter[AttentionShape] = Counter()
+    for _, node in attentions(program):
+        q, k, v = (operand.meta["val"].shape for operand in args_of(node)[:3])
+        mask: ops.MaskSpec = node.kwargs["mask"]  # type: ignore[assignment]
+        q_heads, kv_heads = int(q[1]), int(k[1])
+        if split:
+            q_heads = marks(node).local_q_heads or q_heads
+            kv_heads = marks(node).local_kv_heads or kv_heads
+        elif q_heads % ranks == 0:
+            q_heads, kv_heads = local_heads(q_heads, kv_heads, ranks)
+        shape = AttentionShape(
+            q_heads, kv_heads, int(q[3]), int(v[3]), 1, 1, size, causal=mask.causal, window=mask.reach
+        )
+        counts[shape] += 1
+    return tuple(replace(shape, layers=layers) for shape, layers in counts.items())
+
+
+def planning(program: Program, tokens: int | None = None) -> Setting:
+    """Setting that a program's plans are compared in: one fabric, within its device's memory.
+
+    Without `tokens`, for the positions that the model has, of which more than TOKENS are not planned for.
+    """
+    length = tokens or min(TOKENS, context_length(program.source.config))
+    fabric = load_fabric("h100-nvlink")
+    ranks = program.mesh.get("tp", 1)
+    return Setting(length, fabric, tensor_parallel=ranks, memory_limit=fabric.device.memory)
+
+
+def bytes_per_token(program: Program) -> dict[str, dict[str, int]]:
+    """{"forward" | "backward": {message: bytes}}: what attention of all layers sends per token that a rank holds.
+
+    Of a rank that sends most, in the model's dtype, and of sequences long enough for keys and values to be quantized,
+    if they are. Empty where every rank has all tokens.
+    """
+    plan = sequence_plan(program)
+    if plan is None:
+        return {}
+    plan = replace(plan, min_bytes=0)
+    local = plan.local_tokens(plan.multiple)
+    sizes_by_pass: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    for shape in attention_shapes(program):
+        for message in messages(plan, shape, plan.multiple, slowest(plan)):
+            when = "backward" if message.backward else "forward"
+            sizes_by_pass[when][message.name] += shape.layers * message.nbytes // local
+    return {when: dict(sizes) for when, sizes in sizes_by_pass.items()}
+
+
+def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+    """(query heads, key/value heads) that a rank of `ranks` holds: of the latter, those that its query heads read."""
+    own, groups = q_heads // ranks, q_heads // kv_heads
+    return own, max((r * own + own - 1) // groups - r * own // groups + 1 for r in range(ranks))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.ir.token_layout import TokenRun
+from rewriter.ir.sequence_plan import TokenRun
 from rewriter.kernels import accumulation_dtype, merge
 from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
 from rewriter.runtime.attention.exchanges import interleaved

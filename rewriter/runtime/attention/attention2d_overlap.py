@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rewriter.ir.token_layout import TokenRun
+from rewriter.ir.sequence_plan import TokenRun
 from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.attention.attention2d_gathered import to_columns, to_rows
 from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors

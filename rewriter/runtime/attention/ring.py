@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rewriter.ir.ops import MaskSpec
-from rewriter.ir.token_layout import TokenRun, runs
+from rewriter.ir.sequence_plan import TokenRun, runs
 from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
 from rewriter.runtime.attention.exchanges import RingExchange

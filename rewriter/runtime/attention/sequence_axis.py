@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir.ops import SequenceKind, SequencePlan
-from rewriter.ir.token_layout import LAYOUTS, indices
+from rewriter.ir.sequence_plan import LAYOUTS, indices
 from rewriter.kernels import Format, parse_format
 from rewriter.runtime.attention import attention2d_gathered, attention2d_overlap, ring
 from rewriter.runtime.attention.attention_call import QuantizedKV, RankAttention

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rewriter.ir.ops import MaskSpec
-from rewriter.ir.token_layout import TokenRun
+from rewriter.ir.sequence_plan import TokenRun
 from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
 from rewriter.runtime.attention.partial_merge import add_part, merged

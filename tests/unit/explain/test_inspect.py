@@ -21,8 +21,7 @@ from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.explain.inspection import inspect
 from rewriter.ir.ops import SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.recipes.apply import load_recipe
 
 

@@ -14,8 +14,7 @@ import torch
 import rewriter
 from rewriter.ir.attention_mask import visible_pairs
 from rewriter.ir.ops import MaskSpec, SequenceKind, SequencePlan
-from rewriter.ir.sequence_plan import KINDS
-from rewriter.ir.token_layout import indices, join_tokens, padded, take_tokens
+from rewriter.ir.sequence_plan import KINDS, indices, join_tokens, padded, take_tokens
 from rewriter.passes.sequence import distributed_attention
 from rewriter.runtime.attention import sequence_axis
 from rewriter.runtime.attention.attention_call import RankAttention

@@ -20,7 +20,7 @@ from rewriter.recipes.apply import apply_recipe
 TOKENS = 8  # fewer than any window
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 @torch.no_grad()
 def test_a_program_keeps_as_much_as_the_model_does(family: str) -> None:
     cache = cache_of(zoo.shared(family)(zoo.batch(2, TOKENS), use_cache=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 from torch import fx
 
@@ -18,56 +19,45 @@ def linear(inputs: int, outputs: int) -> Leaf:
 
 def activation() -> Body:
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    out = graph.call_function(torch.ops.aten.relu.default, (x,))
+    out = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
     out.meta["val"] = torch.empty(1, 1, 6)
     graph.output(out)
     return Body("ReLU", graph, {}, {}, {})
 
 
-def wiring(build):
+NORM = Body("Norm", fx.Graph(), {"weight": (4,)}, {}, {})
+MODULES = {"norm": NORM, "act": activation(), "fc1": linear(4, 6), "gate": linear(4, 6), "fc2": linear(6, 4)}
+
+
+def called(graph: fx.Graph, x: fx.Node, *names: str) -> fx.Node:
+    for name in names:
+        x = graph.call_module(name, (x,))
+    return x
+
+
+def gated(g: fx.Graph, x: fx.Node) -> fx.Node:
+    return called(g, g.call_function(operator.mul, (called(g, x, "fc1"), called(g, x, "gate", "act"))), "fc2")
+
+
+def leaking(g: fx.Graph, x: fx.Node) -> fx.Node:
+    inner = called(g, x, "fc1")
+    return g.call_function(operator.add, (called(g, inner, "fc2"), inner))
+
+
+@pytest.mark.parametrize(
+    ("build", "entries"),
+    [
+        (lambda g, x: called(g, x, "fc1", "act", "fc2"), {"fc1"}),
+        (gated, {"fc1", "gate"}),
+        (lambda g, x: called(g, x, "fc1", "norm", "fc2"), None),
+        (leaking, None),
+    ],
+    ids=["an activation between", "gated", "a norm between", "a value that is used elsewhere"],
+)
+def test_projections_with_channels_of_their_own_between_them_are_a_chain(build, entries):
     graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output(build(graph, x))
+    graph.output(build(graph, graph.placeholder("x")))
     for node in graph.nodes:
         mark(node, layer=0)
-    return graph
-
-
-MODULES = {"norm": Body("Norm", fx.Graph(), {"weight": (4,)}, {}, {}), "act": activation()} | {
-    "fc1": linear(4, 6),
-    "gate": linear(4, 6),
-    "fc2": linear(6, 4),
-}
-
-
-def found(build):
-    return [([e.target for e in c.entries], c.exit.target) for c in chains(wiring(build), MODULES)]
-
-
-def test_two_projections_with_an_activation_are_a_chain():
-    assert found(lambda g, x: g.call_module("fc2", (g.call_module("act", (g.call_module("fc1", (x,)),)),))) == [
-        (["fc1"], "fc2")
-    ]
-
-
-def test_a_gated_chain_has_two_entries():
-    def gated(g, x):
-        up = g.call_module("fc1", (x,))
-        return g.call_module(
-            "fc2", (g.call_function(operator.mul, (up, g.call_module("act", (g.call_module("gate", (x,)),)))),)
-        )
-
-    assert [(set(entries), exit) for entries, exit in found(gated)] == [({"fc1", "gate"}, "fc2")]
-
-
-def test_a_norm_between_the_projections_is_no_chain():
-    assert found(lambda g, x: g.call_module("fc2", (g.call_module("norm", (g.call_module("fc1", (x,)),)),))) == []
-
-
-def test_a_value_that_is_used_elsewhere_is_no_chain():
-    def leaking(g, x):
-        inner = g.call_module("fc1", (x,))
-        return g.call_function(operator.add, (g.call_module("fc2", (inner,)), inner))
-
-    assert found(leaking) == []
+    found = [({e.target for e in c.entries}, c.exit.target) for c in chains(graph, MODULES)]
+    assert found == ([] if entries is None else [(entries, "fc2")])

@@ -220,11 +220,10 @@ def told_apart(source: str) -> list[str]:
     classes = {p.__name__ for p in PASSES.values()}
     found = []
     for node in ast.walk(ast.parse(source)):
-        inner = list(ast.walk(node))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
-            found += [n.id for n in inner if isinstance(n, ast.Name) and n.id in classes]
+            found += [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in classes]
         if isinstance(node, ast.Compare):
-            found += [n.value for n in inner if isinstance(n, ast.Constant) and n.value in set(PASSES)]
+            found += [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and n.value in set(PASSES)]
     return found
 
 

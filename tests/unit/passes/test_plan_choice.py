@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 from plan_cases import WIDE, drawn, uniform
@@ -12,8 +13,7 @@ from plan_cases import WIDE, drawn, uniform
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import load_fabric
 from rewriter.ir.ops import SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.passes.sequence.sequence_costs import memory
 from rewriter.passes.sequence.sequence_plans import Setting, choose, cost, plans
 
@@ -36,44 +36,41 @@ def every_plan(shape: AttentionShape, ranks: int) -> list[SequencePlan]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_the_chosen_plan_is_never_worse_than_brute_force(seed: int) -> None:
     shape, ranks, tokens = drawn(seed)
     for fabric in (load_fabric("h100-nvlink"), THIN, uniform(1e12)):
-        for training in (True, False):
-            setting = Setting(tokens, fabric, training=training)
-            ranking = plans(shape, ranks, setting)
-            assert {c.plan for c in ranking.costs} == set(every_plan(shape, ranks))
-            every = [cost(plan, shape, setting) for plan in every_plan(shape, ranks)]
-            fastest = min(c.times.total for c in every)
-            alike = [c for c in every if c.times.total <= 1.05 * fastest]
-            assert ranking.best.times.total <= 1.05 * fastest
-            assert ranking.best.wire.total == min(c.wire.total for c in alike)
-            assert choose(shape, ranks, setting=setting) == ranking.best.plan
+        setting = Setting(tokens, fabric)
+        ranking = plans(shape, ranks, setting)
+        assert {c.plan for c in ranking.costs} == set(every_plan(shape, ranks))
+        every = [cost(plan, shape, setting) for plan in every_plan(shape, ranks)]
+        fastest = min(c.times.total for c in every)
+        alike = [c for c in every if c.times.total <= 1.05 * fastest]
+        assert ranking.best.times.total <= 1.05 * fastest
+        assert ranking.best.wire.total == min(c.wire.total for c in alike)
+        assert choose(shape, ranks, setting=setting) == ranking.best.plan
 
 
 @pytest.mark.parametrize("ranks", [4, 6, 12, 16, 36])
 def test_on_thin_links_the_fewest_bytes_win(ranks: int) -> None:
     for q_heads, kv_heads in [(16, 16), (16, 4), (9, 3), (1, 1), (12, 1)]:
         shape = AttentionShape(q_heads, kv_heads, 64, 64)
-        best = plans(shape, ranks, Setting(8192, THIN, training=False)).best
-        least = min(max(wire_bytes(p, shape, 8192, r).forward for r in range(ranks)) for p in every_plan(shape, ranks))
-        assert best.wire.forward <= 1.05 * least
+        best = plans(shape, ranks, Setting(8192, THIN)).best
+        least = min(max(wire_bytes(p, shape, 8192, r).total for r in range(ranks)) for p in every_plan(shape, ranks))
+        assert best.wire.total <= 1.05 * least
 
 
-def best_grid(shape: AttentionShape, ranks: int) -> tuple[int, int, int]:
-    """The grid of the fewest forward bytes among 1 × r × c."""
-    costs = plans(shape, ranks, Setting(ranks * 64, THIN, training=False)).costs
-    return min((c for c in costs if c.plan.grid[0] == 1), key=lambda c: c.wire.forward).plan.grid
+def best_grid(shape: AttentionShape, ranks: int, heads: tuple[int, ...] = (1,), **setting: Any) -> tuple[int, ...]:
+    """The grid of the fewest forward bytes among h × r × c."""
+    costs = plans(shape, ranks, Setting(ranks * 64, THIN, **setting)).costs
+    return min((c for c in costs if c.plan.grid[0] in heads), key=lambda c: c.wire.forward).plan.grid
 
 
 def test_grids_are_rectangular_where_keys_travel_in_fewer_bits() -> None:
     """Section 3.2 of the paper. One head on 36 ranks: 6 × 6, and with half the bits for k and v 9 × 4."""
     shape = AttentionShape(1, 1, WIDE, WIDE)
     assert best_grid(shape, 36) == (1, 6, 6)
-    assert best_grid(dataclasses.replace(shape, kv_dtype_bytes=1), 36) == (1, 9, 4)
-    setting = Setting(36 * 64, THIN, training=False)
-    assert choose(dataclasses.replace(shape, kv_dtype_bytes=1), 36, setting=setting).grid == (1, 9, 4)
+    assert best_grid(shape, 36, quantized="int8") == (1, 9, 4)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +98,14 @@ def test_a_gather_of_keys_wins_until_twice_the_group_and_two(groups: int) -> Non
 
 
 def test_heads_are_exchanged_first_where_they_divide() -> None:
-    training, prefill = Setting(8192, THIN), Setting(8192, THIN, training=False)
+    setting, every = Setting(8192, THIN), tuple(range(1, 257))
     heads, grouped = AttentionShape(32, 32, 128, 128), AttentionShape(32, 8, 128, 128)
-    assert choose(heads, 16, setting=training) == SequencePlan("ulysses", (16, 1, 1))
-    assert choose(grouped, 64, setting=prefill).grid == (8, 8, 1)
-    assert choose(grouped, 256, setting=prefill).grid == (8, 16, 2)  # 8 × 8 × 4 but for twice the log-sum-exps
+    assert choose(heads, 16, setting=setting) == SequencePlan("ulysses", (16, 1, 1))
+    assert best_grid(grouped, 64, every) == (8, 8, 1)
+    assert best_grid(grouped, 256, every) == (8, 16, 2)  # 8 × 8 × 4 but for twice the log-sum-exps
     # heads stay exchanged between forward and backward, but keys are gathered twice
-    assert choose(grouped, 64, setting=training).grid == (32, 2, 1)
-    assert choose(AttentionShape(9, 3, 128, 128), 64, setting=prefill).grid == (1, 16, 4)
+    assert choose(grouped, 64, setting=setting).grid == (32, 2, 1)
+    assert best_grid(AttentionShape(9, 3, 128, 128), 64, every) == (1, 16, 4)
 
 
 def test_plans_that_hold_too_much_come_last() -> None:
@@ -156,11 +153,10 @@ def test_fixed_options_are_kept_and_the_others_chosen() -> None:
         ({"grid": [2, 2]}, r"grid \[2, 2\]: expected \[heads, rows, columns\]"),
         ({"grid": [4, 1, 1]}, r"ulysses 4×1×1: heads=4 does not divide 9 query heads. Nearest .* \[1, 4, 1\]"),
         ({"kind": "ulysses"}, r"heads=4 does not divide 9 query heads"),
-        ({"kind": "ring", "grid": [1, 2, 2]}, r"grid \[1, 2, 2\] is no ring"),
+        ({"kind": "ring", "grid": [1, 2, 2]}, r"grid \[1, 2, 2\] is no ring. On 4 ranks its grid is \[1, 4, 1\]"),
         ({"kind": "ring", "overlap": False}, r"a ring always overlaps"),
         ({"kind": "ulysses", "overlap": True}, r"nothing to overlap"),
     ],
-    ids=["no ranks", "product", "length", "heads", "ulysses", "ring grid", "ring overlap", "ulysses overlap"],
 )
 def test_what_cannot_be_chosen_is_refused_with_the_reason(options: dict[str, object], message: str) -> None:
     with pytest.raises(RewriterError, match=message):

@@ -29,7 +29,7 @@ from rewriter.kernels import dequantize, quantize
 from rewriter.passes import available
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact, is_quantized
-from rewriter.passes.sequence.sequence_layout import bytes_per_token, sequence_plan
+from rewriter.passes.sequence.sequence_plans import bytes_per_token, sequence_plan
 
 SAME = 1e-10  # of logits in fp64, relative to the largest
 

@@ -17,7 +17,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, ops
 from rewriter.ir.simulate import simulate
 from rewriter.passes.base import single_device
-from rewriter.passes.sequence.sequence_layout import sequence_plan
+from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
@@ -270,36 +270,18 @@ def test_positions_counted_on_each_rank_are_seen():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "attention2d", "grid": [1, 3, 2]}, r"grid \[1, 3, 2\] is of 6 ranks, but --sp is 4"),
         ({"kind": "auto", "grid": [2, 2, 2]}, r"grid \[2, 2, 2\] is of 8 ranks, but --sp is 4"),
         ({"kind": "attention2d", "grid": [1, 0, 4]}, r"grid \[1, 0, 4\]: expected .*each 1 or more"),
         ({"kind": "attention2d", "grid": [2, 2]}, r"sequence_parallel.grid: expected .* not \[2, 2\]"),
         ({"kind": "star"}, "sequence_parallel.kind: expected .*'ulysses'.* not 'star'"),
-        ({"kind": "ring", "grid": [1, 2, 2]}, r"grid \[1, 2, 2\] is no ring. On 4 ranks its grid is \[1, 4, 1\]"),
         ({"kind": "ulysses", "grid": [1, 4, 1]}, r"grid \[1, 4, 1\] is no ulysses. .* its grid is \[4, 1, 1\]"),
-        ({"kind": "ring", "overlap": False}, "a ring always overlaps"),
-        ({"kind": "ulysses", "overlap": True}, "has nothing to overlap"),
         ({"tokens": 0}, "sequence_parallel: tokens: 0; expected auto, or a length of 1 or more"),
-        ({"tokens": -4096}, "tokens: -4096; expected auto"),
         ({"tokens": "long"}, "sequence_parallel.tokens: expected .*'auto'.* not 'long'"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(options, message):
     with pytest.raises(RewriterError, match=message):
         rewritten("llama", {"pass": "sequence_parallel", **options}, sp=4)
-
-
-@pytest.mark.parametrize(
-    ("sp", "options", "message"),
-    [
-        (8, {"kind": "ulysses"}, "heads=8 does not divide 4 query heads"),
-        (3, {"kind": "attention2d", "grid": [3, 1, 1]}, "heads=3 does not divide 4 query heads"),
-        (6, {"kind": "attention2d", "grid": [6, 1, 1]}, "heads=6 does not divide 4 query heads"),
-    ],
-)
-def test_heads_that_do_not_divide_are_refused_with_the_nearest_grids(sp, options, message):
-    with pytest.raises(RewriterError, match=f"{message}. Nearest grids that can"):
-        rewritten("qwen3", {"pass": "sequence_parallel", **options}, sp=sp)
 
 
 def test_the_axis_and_the_recipe_have_to_agree():

@@ -13,10 +13,15 @@ from plan_cases import DEVICE, WIDE, drawn, uniform
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link
 from rewriter.ir.ops import SequencePlan
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import ALGORITHMS, impossible, messages, moves, wire_bytes
-from rewriter.passes.sequence.sequence_bound import lower_bound
-from rewriter.passes.sequence.sequence_costs import memory
+from rewriter.passes.sequence.distributed_attention import (
+    ALGORITHMS,
+    AttentionShape,
+    impossible,
+    messages,
+    moves,
+    wire_bytes,
+)
+from rewriter.passes.sequence.sequence_costs import lower_bound, memory
 from rewriter.passes.sequence.sequence_plans import Setting, cost, plans
 
 
@@ -153,11 +158,11 @@ def test_statistics_and_sums_have_the_accumulation_dtype(size: int) -> None:
 
 
 def test_keys_in_fewer_bits_than_queries_travel_in_them() -> None:
-    shape = AttentionShape(4, 4, 8, 8)
+    shape = AttentionShape(4, 4, 128, 128)
     plan = SequencePlan("attention2d", (1, 4, 1))
-    full, half = (wire_bytes(plan, dataclasses.replace(shape, kv_dtype_bytes=b), 16, 0) for b in (2, 1))
-    assert half.forward * 2 == full.forward
-    assert full.backward - half.backward == half.forward  # gradients are not quantized
+    full, less = (wire_bytes(dataclasses.replace(plan, quantized=f), shape, 16, 0) for f in (None, "int8"))
+    assert less.forward < full.forward
+    assert full.backward - less.backward == full.forward - less.forward  # gradients are not quantized
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (3, 3), (2, 3), (3, 2), (4, 2), (1, 4), (4, 1), (3, 5)])
@@ -204,14 +209,13 @@ def test_lower_bounds_are_those_of_the_published_table(row: tuple[str, ...]) -> 
 
 def test_the_bound_is_the_least_over_all_choices() -> None:
     """Brute force: queries and keys per key/value head on a lattice of the possible ones."""
-    cases = [(8, 2, 2, 2), (16, 2, 4, 2), (4, 2, 4, 1), (2, 2, 8, 2), (12, 2, 3, 4)]
-    for q_heads, kv_heads, ranks, size in cases:
-        shape = AttentionShape(q_heads, kv_heads, 1, 1, kv_dtype_bytes=size)
+    for q_heads, kv_heads, ranks in [(8, 2, 2), (16, 2, 4), (4, 2, 4), (2, 2, 8), (12, 2, 3)]:
+        shape = AttentionShape(q_heads, kv_heads, 1, 1)
         groups, steps = q_heads // kv_heads, 48
         owned_q, owned_k = groups / ranks, 1 / ranks
         queries = [owned_q + (groups - owned_q) * step / steps for step in range(steps + 1)]
         keys = [owned_k + (1 - owned_k) * step / steps for step in range(steps + 1)]
-        ends = [(4 * (u - owned_q) + 2 * size * (v - owned_k), u * v) for u in queries for v in keys]
+        ends = [(4 * (u - owned_q + v - owned_k), u * v) for u in queries for v in keys]
         ends.sort()
         most = itertools.accumulate((work for _, work in ends), max)
         frontier = [end for end, best in zip(ends, most, strict=True) if end[1] == best]
@@ -220,7 +224,7 @@ def test_the_bound_is_the_least_over_all_choices() -> None:
         assert least / 1.05 < bound <= least + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_no_plan_sends_less_than_the_bound(seed: int) -> None:
     shape, ranks, tokens = drawn(seed)
     bound = lower_bound(shape, tokens, ranks)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rewriter import api
 from rewriter.ir import Program
 from rewriter.passes.sequence.distributed_attention import messages, slowest
-from rewriter.passes.sequence.sequence_layout import attention_shapes, sequence_plan
+from rewriter.passes.sequence.sequence_plans import attention_shapes, sequence_plan
 from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.forward import Runner

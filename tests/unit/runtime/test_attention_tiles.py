@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir.ops import MaskSpec
-from rewriter.ir.token_layout import LAYOUTS, TokenRun, padded
+from rewriter.ir.sequence_plan import LAYOUTS, TokenRun, padded
 from rewriter.kernels import accumulation_dtype, merge
 from rewriter.runtime.attention import local, tiles
 from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn

@@ -36,8 +36,7 @@ from rewriter.kernels import (
     quantize_vectors,
     vector_bytes,
 )
-from rewriter.passes.sequence.attention_shape import AttentionShape
-from rewriter.passes.sequence.distributed_attention import wire_bytes
+from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.passes.sequence.sequence_costs import memory
 from rewriter.runtime.attention import ring as ring_module
 from rewriter.runtime.attention.attention_call import QuantizedKV

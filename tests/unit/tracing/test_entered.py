@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import emitted
 import pytest
 import torch
 from oracles import relative_error
 from programs import PASSES, tensor_parallel
 from random_models import Models
-from transformers import AutoModelForCausalLM
 
 from rewriter.check.eager_blocks import ladder_reference
 from rewriter.common.errors import RewriterError
@@ -20,18 +19,10 @@ from rewriter.emit.module import emit_runtime_module
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
 
-_BERT: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 192,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "is_decoder": True,
-    "pad_token_id": 1,
-}
+_BERT: dict[str, Any] = dict(
+    vocab_size=256, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4, is_decoder=True,
+    max_position_embeddings=192, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1,
+)  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     # `self.ffn(normed, residual)` returns the sum.
     "mpt": {"model_type": "mpt", "vocab_size": 256, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 192},
@@ -47,7 +38,7 @@ model_of, traced, weights = _models.model, _models.traced, _models.weights
 @pytest.mark.parametrize("length", [1, 21, 100])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_the_add_inside_a_child_is_found(name: str, length: int, tmp_path: Path) -> None:
+def test_the_add_inside_a_child_is_found(name: str, length: int) -> None:
     model, program = model_of(name), traced(name)
     ids = torch.randint(2, 256, (2, length), generator=torch.Generator().manual_seed(length))
     expected = model(input_ids=ids, use_cache=False).logits
@@ -66,19 +57,16 @@ def test_the_add_inside_a_child_is_found(name: str, length: int, tmp_path: Path)
 @torch.no_grad()
 def test_an_emitted_layer_calls_what_the_child_called(name: str, tmp_path: Path) -> None:
     model, program = model_of(name), traced(name)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "source")
     files = emit_huggingface(PASSES["ladder"]([1]).apply(program))
-    assert files.modeling_name is not None
-    assert files.modeling is not None
     printed = {
         "mpt": "self.ffn.down_proj(",
         "bloom": "self.self_attention(input_layernorm, 0.0,",
         "roberta-prelayernorm": "self.output.dense(",
     }
-    assert printed[name] in " ".join(files.modeling.split()).replace("( ", "(")
-    (tmp_path / "config.json").write_text(json.dumps(files.config | {"dtype": "float32"}))
-    (tmp_path / files.modeling_name).write_text(files.modeling)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, attn_implementation="eager").eval()
+    assert printed[name] in " ".join(str(files.modeling).split()).replace("( ", "(")
+    emitted.write(files, tmp_path / "source", tmp_path / "out")
+    loaded = emitted.load(tmp_path / "out", dtype=torch.float32)
     ids = torch.randint(2, 256, (2, 21), generator=torch.Generator().manual_seed(0))
     with ladder_reference(model, {1}):
         expected = model(input_ids=ids, use_cache=False).logits

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import emitted
 import pytest
 import torch
 from oracles import relative_error
 from programs import PASSES
 from random_models import Models
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from rewriter.check.eager_blocks import ladder_reference
 from rewriter.common.errors import RewriterError
@@ -29,44 +29,21 @@ from rewriter.tracing.opaque import opaque_child
 
 pytestmark = pytest.mark.tracer
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-_JAMBA = _SMALL | {
-    "model_type": "jamba",
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "num_experts": 4,
-    "mamba_d_state": 8,
-    "mamba_dt_rank": 8,
-}
+_TOKENS = dict(vocab_size=256, hidden_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+_SMALL: dict[str, Any] = _TOKENS | dict(
+    intermediate_size=112, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+)
 CONFIGS: dict[str, dict[str, Any]] = {
     # Attention and short convolutions, chosen inside one class of layers.
     "lfm2": _SMALL | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv", "conv"]},
     # A class of layers with attention and one with Mamba; every second layer with experts.
-    "jamba": _JAMBA,
+    "jamba": _SMALL | dict(
+        model_type="jamba", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+        num_experts=4, mamba_d_state=8, mamba_dt_rank=8,
+    ),
     # Nothing but mixers; the stream is kept in float32, whatever the model's dtype.
-    "mamba": {
-        "model_type": "mamba",
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "state_size": 8,
-        "num_hidden_layers": 3,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-    },
-}
+    "mamba": _TOKENS | dict(model_type="mamba", state_size=8, num_hidden_layers=3),
+}  # fmt: skip
 _models = Models(CONFIGS)
 model_of, traced, weights = _models.model, _models.traced, _models.weights
 
@@ -125,20 +102,14 @@ def test_a_simulation_needs_the_model_that_was_traced() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_an_emitted_hybrid_generates_as_its_reference(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_emitted_hybrid_generates_as_its_reference(name: str, tmp_path: Path) -> None:
     """Prompts padded on the left, with the model's own cache: masks, caches and positions reach every child."""
     model, program = model_of(name), traced(name)
     layers = set(range(1, program.source.num_layers))
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "source")
     files = emit_huggingface(PASSES["ladder"](sorted(layers)).apply(program))
-    assert files.modeling_name is not None
-    assert files.modeling is not None
-    config = files.config | {"dtype": "float32"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / files.modeling_name).write_text(files.modeling)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, attn_implementation="eager").eval()
+    emitted.write(files, tmp_path / "source", tmp_path / "out")
+    loaded = emitted.load(tmp_path / "out", dtype=torch.float32)
     ids = tokens(12)
     with ladder_reference(model, layers):
         expected = model(input_ids=ids, use_cache=False).logits

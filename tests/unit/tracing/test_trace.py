@@ -13,7 +13,6 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
-from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
@@ -81,15 +80,19 @@ def libraries_attributes() -> dict[tuple[str, ...], Any]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of deprecated attributes, which are read
 @pytest.mark.parametrize("failing", ["", "mlp", "norm"])
-def test_a_trace_changes_nothing_in_the_libraries(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_leaves_nothing_changed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     programs.traced("llama")  # imports, and what libraries keep for themselves
     skeleton = build_skeleton(zoo.config("llama"))
+    tensors = dict(skeleton.model.named_parameters())
     if failing:
         broken = skeleton.layers[0].mlp if failing == "mlp" else skeleton.model.base_model.norm
         monkeypatch.setattr(type(broken), "forward", lambda *_: 1 / 0)
     before = libraries_attributes()
-    with pytest.raises(RewriterError) if failing == "norm" else contextlib.nullcontext():
-        trace_skeleton(skeleton)
+    with pytest.raises(RewriterError, match="division by zero") if failing == "norm" else contextlib.nullcontext():
+        kept = trace_skeleton(skeleton).modules[f"{skeleton.layers_path}.0.mlp"]
+    if failing == "mlp":  # it stays the source's own module
+        assert isinstance(kept, Opaque)
+        assert "division by zero" in kept.reason
     after = libraries_attributes()
     changed = [key for key, value in before.items() if key not in after or after[key] is not value]
     assert [key for key in changed if type(before[key]) is not int] == []  # counters count on
@@ -98,31 +101,8 @@ def test_a_trace_changes_nothing_in_the_libraries(failing: str, monkeypatch: pyt
     # A type's slots are none of its attributes: one that is filled makes every tensor a sequence.
     assert ctypes.pythonapi.PySequence_Check(ctypes.py_object(torch.ones(()))) == 0
     assert torch.tensor([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("failing", ["forward of an MLP", "forward of the model"])
-def test_nothing_stays_patched_when_a_trace_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    skeleton = build_skeleton(zoo.config("llama"))
-    broken = skeleton.layers[0].mlp if failing.endswith("MLP") else skeleton.model.base_model.norm
-    call = nn.Module.__call__
-    registered = nn.Module.register_parameter
-    tensors = dict(skeleton.model.named_parameters())
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise ValueError("broken on purpose")
-
-    monkeypatch.setattr(type(broken), "forward", fail)
-    if failing.endswith("MLP"):  # it stays the source's own module
-        kept = trace_skeleton(skeleton).modules[f"{skeleton.layers_path}.0.mlp"]
-        assert isinstance(kept, Opaque)
-        assert "broken on purpose" in kept.reason
-    else:
-        with pytest.raises(RewriterError, match="broken on purpose"):
-            trace_skeleton(skeleton)
     for interface in (AttentionInterface, AttentionMaskInterface, type(ALL_EXPERTS_FUNCTIONS)):
         assert LIFTED not in interface._global_mapping
-    assert nn.Module.__call__ is call
-    assert nn.Module.register_parameter is registered
     assert not any("forward" in m.__dict__ for m in skeleton.model.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in skeleton.layers.modules())
     assert skeleton.model.config._attn_implementation == "eager"
@@ -165,13 +145,8 @@ def test_other_masks_are_refused(visible: Any) -> None:
 
 def test_windows_of_a_model_are_in_its_attention() -> None:
     program = programs.traced("gemma3_text")
-    masks = [
-        n.kwargs["mask"]
-        for path, module in walk_modules(program.modules)
-        if path.endswith("self_attn") and isinstance(module, Body)
-        for n in module.graph.nodes
-        if n.target is attention
-    ]
+    bodies = [m for path, m in walk_modules(program.modules) if path.endswith("self_attn") and isinstance(m, Body)]
+    masks = [n.kwargs["mask"] for body in bodies for n in body.graph.nodes if n.target is attention]
     window = MaskSpec("window", zoo.config("gemma3_text").sliding_window)
     assert masks == [window, window, MaskSpec("causal")] * 2
 

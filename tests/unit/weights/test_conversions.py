@@ -15,8 +15,8 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from rewriter.common.errors import RewriterError
-from rewriter.tracing import conversions
-from rewriter.tracing.conversions import converted
+from rewriter.tracing import parameters as conversions
+from rewriter.tracing.parameters import converted
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Tensor
 
