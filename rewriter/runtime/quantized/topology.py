@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.collectives import exchange
-from rewriter.runtime.collectives.process_groups import MadeOnce, group_rank, group_size, new_groups
+from rewriter.runtime.collectives.process_groups import group_rank, group_size
 from rewriter.runtime.torch_marks import assume_constant_result
 
 
@@ -89,11 +89,6 @@ class Topology:
     def rank(self) -> int:
         return self.inter.rank * self.intra.ranks + self.intra.rank
 
-    @property
-    def steps(self) -> int:
-        """Axes on which something is sent."""
-        return (self.inter.ranks > 1) + (self.intra.ranks > 1)
-
     @cached_property
     def key(self) -> str:
         """The same for the same groups in every run, so that compiled graphs can be cached."""
@@ -105,32 +100,14 @@ class Topology:
         return self.ranks
 
 
-_by_key: dict[str, Topology] = {}
-
-
 def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> Topology:
-    """The topology of a group, of a mesh of one dimension, or of a mesh (nodes, ranks of a node): one for all meshes of
-    the same groups, as mesh["local"] is another object each time.
+    """The topology of a group, of a mesh of one dimension, or of a mesh (nodes, ranks of a node).
 
     None is one rank. Raises RewriterError for meshes of more dimensions, and for anything else.
     """
     if isinstance(mesh_or_group, Topology):
         return mesh_or_group
-    if mesh_or_group is None:
-        return Topology(CollectiveAxis())
-    return _registered(mesh_or_group)
-
-
-@MadeOnce
-def _registered(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
-    made = _made(mesh_or_group)
-    if _by_key.get(made.key) != made:  # or it was that of groups with the same names, which were destroyed
-        _by_key[made.key] = made
-    return _by_key[made.key]
-
-
-def _made(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
-    if isinstance(mesh_or_group, ProcessGroup):
+    if mesh_or_group is None or isinstance(mesh_or_group, ProcessGroup):
         return Topology(CollectiveAxis.of(mesh_or_group))
     if not isinstance(mesh_or_group, DeviceMesh):
         raise RewriterError(
@@ -149,6 +126,9 @@ def _made(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
     )
 
 
+_by_key: dict[str, Topology] = {}
+
+
 def topology_key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
     """The string by which operators find the topology."""
     if isinstance(mesh_or_group, ProcessGroup):  # which torch.compile has no more of than its name
@@ -160,9 +140,8 @@ def topology_key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> 
 def _key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
     """When compiling, called once while tracing."""
     topology = topology_of(mesh_or_group)
-    key = topology.key
-    _by_key[key] = topology
-    return key
+    _by_key[topology.key] = topology
+    return topology.key
 
 
 @assume_constant_result
@@ -178,17 +157,3 @@ def by_key(key: str) -> Topology:
             f"quantized collectives: ranks {key!r} are not known in this process: call them eagerly once"
         )
     return _by_key[key]
-
-
-@MadeOnce
-def background(topology: Topology) -> Topology:
-    """The same ranks with process groups that only the worker thread uses, made at the first call.
-
-    Two threads that use one group would start its messages in an order of their own on each rank, and take one for the
-    other. On CUDA one thread starts everything.
-    """
-    axes = topology.intra, topology.inter
-    groups = [axis.group for axis in axes if axis.group is not None]
-    made = iter(new_groups([dist.get_process_group_ranks(group) for group in groups], groups, backend="gloo"))
-    intra, inter = (axis if axis.group is None else CollectiveAxis.of(next(made), axis.name) for axis in axes)
-    return replace(topology, intra=intra, inter=inter)
