@@ -24,7 +24,7 @@ from rewriter.ir.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.runtime import Context, StaticCache, generate, sequence_mesh
-from rewriter.runtime.attention import attention2d_overlap, sequence_axis
+from rewriter.runtime.attention import attention2d, sequence_axis
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.tracing import trace
@@ -112,7 +112,7 @@ def after_an_error(function, tensors):
         raise MemoryError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention2d_overlap, "tile_forward", broken)
+        patch.setattr(attention2d, "tile_forward", broken)
         with pytest.raises(MemoryError):
             function(*tensors[:3])
     return refusal(lambda: function(*tensors[:3]))

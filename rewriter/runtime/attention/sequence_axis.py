@@ -16,16 +16,17 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir.ops import SequenceKind, SequencePlan
 from rewriter.ir.token_layout import LAYOUTS, indices
 from rewriter.kernels import Format, parse_format
-from rewriter.runtime.attention import attention2d_gathered, attention2d_overlap, ring
+from rewriter.runtime.attention.attention2d import GATHERED, OVERLAPPED
 from rewriter.runtime.attention.attention_call import QuantizedKV, RankAttention
 from rewriter.runtime.attention.mesh import DIMENSIONS, AttentionMesh, flattened
+from rewriter.runtime.attention.ring import RING
 from rewriter.runtime.quantized.schedules import known_format
 
 # For each kind (the algorithm, that with overlap), after the exchange of heads, of which Ulysses consists.
 ALGORITHMS: Mapping[SequenceKind, tuple[RankAttention, RankAttention]] = {
-    "ring": (ring, ring),
-    "ulysses": (attention2d_gathered, attention2d_gathered),
-    "attention2d": (attention2d_gathered, attention2d_overlap),
+    "ring": (RING, RING),
+    "ulysses": (GATHERED, GATHERED),
+    "attention2d": (GATHERED, OVERLAPPED),
 }
 
 
