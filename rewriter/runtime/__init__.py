@@ -26,7 +26,7 @@ from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.context import Context, gather_tokens, last_tokens, shard_tokens
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generation.generate import generate
-from rewriter.runtime.loading.load import load
+from rewriter.runtime.loading import load
 from rewriter.runtime.module import LocalLogits, LossOutput, RuntimeModel
 from rewriter.runtime.parallel import (
     ColumnParallelConv1D,

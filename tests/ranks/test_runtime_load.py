@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from rewriter import RewriterError
 from rewriter.runtime import Context, load
 from rewriter.runtime.generation.worker import launch
-from rewriter.runtime.loading.load import rank_device
+from rewriter.runtime.loading import rank_device
 
 PROMPTS = [[5, 9, 33], [60, 2, 17, 40, 8]]
 

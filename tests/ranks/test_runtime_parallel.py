@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rewriter import RewriterError
 from rewriter.runtime import Context, generate, record_events
-from rewriter.runtime.generation.decode_state import cut
+from rewriter.runtime.generation.decode_step import cut
 from rewriter.runtime.generation.generate import left_pad, positions
 
 

@@ -62,7 +62,7 @@ def all_reduce_start(
         x = x.contiguous()
         observe("start", name, x, group)
         if (small := small_sum_start(x, group)) is not None:
-            return Pending(*small, name, group)
+            return Pending(x, small, name, group)
         work = dist.all_reduce(x.detach(), group=group, async_op=True)
         # c10d writes without telling autograd: without this a saved `x` would be read as the sum, silently.
         if not x.is_inference():

@@ -26,7 +26,7 @@ from rewriter.runtime.generation.step_parts import (
     watched,
     why_no_parts,
 )
-from rewriter.runtime.loading.load import Origin
+from rewriter.runtime.loading import Origin
 
 # never: what is in the cache is used. background: what is not is compiled meanwhile, for models of LARGE bytes and
 # more. first: it is compiled before the second token.

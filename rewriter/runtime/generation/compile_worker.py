@@ -76,7 +76,7 @@ def _skeleton(spec: Mapping[str, Any]) -> Any:
     torch's "fake" backend, which it makes for tests of one process."""
     import torch.distributed as dist
 
-    from rewriter.runtime.loading.load import skeleton
+    from rewriter.runtime.loading import skeleton
 
     if spec["world"] > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_positions, check_tokens
 from rewriter.runtime.context import Context, positions
-from rewriter.runtime.generation.decode_state import DecodeState, Sampling
-from rewriter.runtime.generation.decode_step import PREFILL_CHUNK, DecodeStep, decode_step
+from rewriter.runtime.generation.decode_step import PREFILL_CHUNK, DecodeState, DecodeStep, Sampling, decode_step
 from rewriter.runtime.replicas import Replicas
 from rewriter.runtime.streams import host_waits
 

@@ -108,7 +108,7 @@ def _generate(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     from rewriter.runtime.generation.cached_step import compile_steps
     from rewriter.runtime.generation.decode_step import compilation
     from rewriter.runtime.generation.generate import generate
-    from rewriter.runtime.loading.load import load
+    from rewriter.runtime.loading import load
 
     begin = time.perf_counter()
     scratch, options = Path(spec["scratch"]), dict(spec["request"])

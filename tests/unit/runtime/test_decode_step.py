@@ -14,8 +14,7 @@ from qwen_ranks import PROMPTS, build
 from rewriter import RewriterError
 from rewriter.runtime import generate
 from rewriter.runtime.compiled import product
-from rewriter.runtime.generation.decode_state import Sampling
-from rewriter.runtime.generation.decode_step import decode_step
+from rewriter.runtime.generation.decode_step import Sampling, decode_step
 
 FAMILIES = [name for name in zoo.FAMILIES if name not in ("bloom", "mpt")]  # position biases have no cache
 

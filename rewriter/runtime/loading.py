@@ -28,7 +28,7 @@ from rewriter.ir.ops import SequencePlan
 from rewriter.output.names import MANIFEST
 from rewriter.output.runtime_module import ModuleEntry, no_module, read_module_entry
 from rewriter.runtime.attention.mesh import sequence_mesh
-from rewriter.runtime.collectives.small_sums import choose_small_sums
+from rewriter.runtime.collectives.small_sums import connect_small_sums
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
 from rewriter.weights.references import RankWeights
@@ -55,8 +55,7 @@ def load(
     `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process sees, where
     its launcher shows each its own) if there is one, else the CPU; `dtype` to that of the file. Decode steps on a CPU
     that `rewrite generate` has compiled are used (`rewriter.runtime.generation.step_cache`), but not with
-    `compile=False`. With True the segments between collectives are compiled, and the decode step of one rank on a CPU
-    as a whole, when they are first used.
+    `compile=False`. With True the segments between collectives are compiled when they are first used.
     `stream` reads weights whenever they are used, which is slow, and runs a model of any size. FP8 and MXFP4 weights
     stay as they are stored and are dequantized where they are used, unless `keep_quantized` is False or segments are
     compiled. Runs the directory's own module.py, so load only what you trust.
@@ -80,7 +79,7 @@ def load(
         compile_segments(model)
     elif compile is None:
         vars(model)["origin"] = _origin(made, dp)
-    choose_small_sums(None if mesh is None else mesh.get_group("tp"), where)
+    connect_small_sums(None if mesh is None else mesh.get_group("tp"), where)
     return model
 
 
