@@ -1,5 +1,4 @@
-"""What a rank runs. An emitted module imports its building blocks from here, and nothing here imports the
-compiler."""
+"""The code of a rank. Emitted modules import their building blocks from here; nothing here imports the compiler."""
 
 from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention.cached import attention

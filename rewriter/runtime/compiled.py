@@ -30,7 +30,7 @@ RECOMPILE_LIMIT = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class ModulePart:
     """A method of the module at `path` that reads the cache's entries `slots`."""
 
     path: str
@@ -43,14 +43,14 @@ class Part:
         return f"{self.path}.{self.method}"
 
 
-def segments_of(model: nn.Module) -> list[Part]:
+def segments_of(model: nn.Module) -> list[ModulePart]:
     """Every method segment_* of `model`: what is computed between collectives."""
-    found = []
+    segments = []
     for path, module in model.named_modules():
         slots = {slot for part in module.modules() if isinstance(slot := getattr(part, "slot", None), int)}
         methods = [name for name in dir(type(module)) if name.startswith(_PREFIX)]
-        found += [Part(path, module, method, tuple(sorted(slots))) for method in methods]
-    return found
+        segments += [ModulePart(path, module, method, tuple(sorted(slots))) for method in methods]
+    return segments
 
 
 def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str]:

@@ -1,4 +1,4 @@
-"""From an output directory to this rank's module."""
+"""Loading of this rank's module from an output directory."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def load(
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from. `code`: the sha256 of its module's file; `dp`: how many copies of it there are;
-    `compiling`: when decode steps are compiled that are not in the cache (`generation.cached_step`)."""
+    """Source of a model. `code`: the sha256 of its module's file; `dp`: the number of its copies; `compiling`: when
+    decode steps are compiled that are not in the cache (`generation.cached_step`)."""
 
     directory: str
     code: str
@@ -110,8 +110,8 @@ def _origin(made: ModuleEntry, dp: int) -> Origin:
 def _unfilled(
     root: Path, dp: int, device: torch.device | str | None
 ) -> tuple[ModuleEntry, torch.device, DeviceMesh | None, nn.Module]:
-    """What `root` has for this process, its device, the mesh of all processes, and the module with parameters on the
-    meta device."""
+    """The entry of `root` for this process, its device, the mesh of all processes, and the module with parameters on
+    the meta device."""
     if dp < 1:
         raise RewriterError(f"dp={dp}: expected 1 or more copies of the model")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -173,7 +173,7 @@ def _check(made: ModuleEntry, weights: RankWeights) -> None:
 
 
 def _wrong_world(made: ModuleEntry, dp: int, world: int) -> str:
-    """Why `world` processes cannot run it, and what could be done."""
+    """Text of an error: `world` processes cannot run it, for a reason, and what to do."""
     needed, run = dp * made.processes, f"but {world} run{'s' * (world == 1)}"
     start = f"Start it with torchrun --nproc-per-node {needed}"
     copies = f", pass dp={world // made.processes}" if world % made.processes == 0 else ""
@@ -192,7 +192,7 @@ def _wrong_world(made: ModuleEntry, dp: int, world: int) -> str:
 
 
 def rank_device(device: torch.device | str | None = None) -> torch.device:
-    """Where this rank computes: `device`, by default its GPU if there is one. A GPU becomes the process's current one.
+    """Device of this rank: `device`, by default its GPU if there is one. A GPU becomes the process's current one.
 
     Raises RewriterError for a GPU that this process does not see, or a rank without its own one.
     """
@@ -209,7 +209,7 @@ def rank_device(device: torch.device | str | None = None) -> torch.device:
 
 
 def _own_gpu(visible: int) -> int:
-    """Of this rank: the one of its number, or the only one where a launcher (SLURM) shows each process its own."""
+    """Number of this rank's GPU: its own, or that of the only one where a launcher (SLURM) shows each process one."""
     number = local_rank()
     if number < visible:
         return number
@@ -372,8 +372,8 @@ def _kept_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch
         for name in getattr(module, "keeps_dtype", ())
     }
     patterns = getattr(model, "in_fp32", {}).get(str(dtype).removeprefix("torch."), ())
-    found = {name for name, _ in model.named_parameters() for pattern in patterns if fnmatchcase(name, pattern)}
-    return kept | dict.fromkeys(found, torch.float32)
+    in_fp32 = [name for name, _ in model.named_parameters() if any(fnmatchcase(name, p) for p in patterns)]
+    return kept | dict.fromkeys(in_fp32, torch.float32)
 
 
 def _listed(what: str, names: Sequence[str]) -> Iterable[str]:

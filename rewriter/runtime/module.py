@@ -1,4 +1,4 @@
-"""What every emitted `Model` is, of any architecture."""
+"""Base class of every emitted `Model`, of any architecture."""
 
 from __future__ import annotations
 

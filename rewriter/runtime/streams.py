@@ -25,7 +25,7 @@ def host_waits(x: Tensor) -> bool:
 
 
 def why_not_captured(group: ProcessGroup | None) -> str | None:
-    """Why steps of such ranks cannot be captured; None where they can be."""
+    """Reason why steps of such ranks cannot be captured; None where they can be."""
     if is_recording():
         return "events of collectives are recorded"
     if group is None or group.size() == 1:

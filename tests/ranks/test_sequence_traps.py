@@ -178,7 +178,7 @@ def test_a_second_job_of_a_process_connects_its_own_groups(monkeypatch):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             mesh = AttentionMesh(1, 2, 2, 0, 0, 0, (0, 1, 2, 3), None, None, None, dist.group.WORLD)
-            keys |= {sequence_axis.register(plan, mesh) for _ in range(2)}
+            keys |= {sequence_axis.SequenceAxis(mesh, plan).key for _ in range(2)}
         finally:
             dist.destroy_process_group()
     assert len(keys) == 1

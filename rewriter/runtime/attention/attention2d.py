@@ -119,8 +119,8 @@ def scatter_start(
     group: ProcessGroup | None,
     name: str,
 ) -> Transfer:
-    """To each rank of `group` its tokens r, r + ranks, … of sorted ones, in `dtypes`; the own ones stay as exact as
-    they are."""
+    """Begin to send each rank r of `group` its tokens r, r + ranks, … of sorted ones, in `dtypes`; the own ones are not
+    rounded."""
     parts = [[t[:, :, rank::ranks] for t in tensors] for rank in range(ranks)]
     return all_to_all_start(parts, group, name, dtypes)
 

@@ -48,7 +48,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 class OwnTensors(NamedTuple):
-    """What backward has of queries, of a rank's own tokens or of gathered ones."""
+    """Tensors of queries for backward, of a rank's own tokens or of gathered ones."""
 
     do_BHSE: Tensor
     q_BHSD: Tensor

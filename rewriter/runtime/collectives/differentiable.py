@@ -145,7 +145,7 @@ def share(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Shared:
-    """Which rows of a full parameter this rank holds, where rows are held more than once.
+    """Rows of a full parameter that this rank holds, where rows are held more than once.
 
     `ranges` are half-open row ranges of the full size, in the order of the local rows; across ranks, and within one,
     they may overlap. KV heads that are replicated over ranks are the usual case.

@@ -87,7 +87,7 @@ def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
 
 
 class DecodeState:
-    """What is generated for `batch` rows, up to `capacity` tokens each, and how.
+    """The tokens of `batch` rows, up to `capacity` each, and how the next ones are chosen.
 
     token int64 [B, 1]: each row's last one. place int64 []: where it stands, left padding counted. first_valid int64
     [B]: the left padding. finished bool [B]. lengths int64 [B]: tokens up to the end of sequence. produced int64
@@ -226,7 +226,6 @@ class DecodeStep(DecodeState):
         self._compute()
 
     def run(self) -> None:
-        """The chosen tokens become the last ones, and the next are chosen."""
         self.take()
         self.next()
 
@@ -297,26 +296,26 @@ def logits_after(
     return logits
 
 
-class _Kept:
-    """What stays with a model from one generation to the next; a copy of the model has nothing of it."""
+class _KeptSteps:
+    """The steps that stay with a model from one generation to the next; a copy of the model has none."""
 
     def __init__(self) -> None:
         self.step: DecodeStep | None = None
         self.cached: dict[object, CachedStep] = {}
         self.contents: tuple[object, ...] = ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        return _Kept()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _KeptSteps:
+        return _KeptSteps()
 
     def __reduce__(self) -> Any:
-        return _Kept, ()
+        return _KeptSteps, ()
 
 
-def _kept(model: nn.Module) -> _Kept:
-    found: _Kept = vars(model).setdefault("_decode_step", _Kept())
-    if found.contents != (contents := _contents(model)):
-        found.step, found.cached, found.contents = None, {}, contents
-    return found
+def _kept(model: nn.Module) -> _KeptSteps:
+    kept: _KeptSteps = vars(model).setdefault("_decode_step", _KeptSteps())
+    if kept.contents != (contents := _contents(model)):
+        kept.step, kept.cached, kept.contents = None, {}, contents
+    return kept
 
 
 def decode_step(model: nn.Module, batch: int, length: int, group: ProcessGroup | None) -> DecodeStep:
@@ -330,25 +329,23 @@ def decode_step(model: nn.Module, batch: int, length: int, group: ProcessGroup |
 
 
 def compilation(model: nn.Module) -> tuple[float, list[str]]:
-    """How many seconds generations of `model` have waited for compilations so far, and what its user might want to know
-    of them."""
-    kept: _Kept | None = vars(model).get("_decode_step")
+    """Seconds that generations of `model` have waited for compilations so far, and notes on these for its user."""
+    kept: _KeptSteps | None = vars(model).get("_decode_step")
     steps = () if kept is None else kept.cached.values()
     return sum(step.seconds for step in steps), [step.note for step in steps if step.note]
 
 
 def _contents(model: nn.Module) -> tuple[object, ...]:
-    """What a compiled or captured step relies on: the modules, and where their tensors are. Not those of weights that
-    are read for every use."""
-    found: list[object] = []
+    """The modules and the places of their tensors, on which a compiled or captured step relies. Without weights that
+    are read for every use; a weight that is stored in parts is never moved."""
+    contents: list[object] = []
     for module in model.modules():
-        found.append(id(module))
+        contents.append(id(module))
         for tensors in (module._parameters, module._buffers):
             if type(tensors) is dict:
-                found += [(id(x), x.dtype, _address(x)) for x in tensors.values() if x is not None]
-    return tuple(found)
-
-
-def _address(x: Tensor) -> int:
-    """Where its numbers are; 0 for a weight that is stored in parts, which is never moved."""
-    return x.data_ptr() if type(x) in (Tensor, nn.Parameter) else 0
+                contents += [
+                    (id(x), x.dtype, x.data_ptr() if type(x) in (Tensor, nn.Parameter) else 0)
+                    for x in tensors.values()
+                    if x is not None
+                ]
+    return tuple(contents)

@@ -126,8 +126,8 @@ class _WithoutCache(DecodeState):
 
 
 def tokens_between_polls(device: torch.device) -> int:
-    """After how many tokens the host asks whether all prompts have ended. The same on all ranks, which stop together;
-    what is made beyond the ends is left out. On a CPU to ask costs nothing."""
+    """Number of tokens after which the host asks whether all prompts have ended: the same on all ranks, which stop
+    together. What is made beyond the ends is left out. On a CPU to ask costs nothing."""
     return 1 if device.type == "cpu" else 16
 
 
@@ -159,7 +159,7 @@ def _stopped(on_token: Callable[[int, int], bool], state: DecodeState) -> Tensor
 
 
 def _tokens(state: DecodeState) -> list[list[int]]:
-    """What was produced. Raises RewriterError where logits were no numbers."""
+    """The produced tokens. Raises RewriterError where logits were no numbers."""
     broken = [row for row, is_broken in enumerate(state.broken.tolist()) if is_broken]
     if broken:
         raise RewriterError(

@@ -167,14 +167,9 @@ def _started_on_stream(schedule: Schedule, device: torch.device) -> torch.cuda.E
         return stream.record_event()
 
 
-def called(function: str, name: str) -> str:
-    """What errors call the collective."""
-    return f"quantized_{function} {name}".rstrip()
-
-
 def checked_formats(function: str, x: Tensor, topology: Topology, formats: str | Format, name: str) -> StepFormats:
     """Raises RewriterError for dtypes that cannot be quantized, and for formats."""
-    what = called(function, name)
+    what = f"quantized_{function} {name}".rstrip()
     if x.dtype not in DTYPES:
         raise RewriterError(f"{what}: x is {x.dtype}, expected bfloat16, float16 or float32")
     return step_formats(formats, topology, what)
@@ -192,7 +187,7 @@ def _rows(x: Tensor, function: str, call: QuantizedCall) -> Tensor:
     if x.dim() == 2 and x.shape[0] == ranks and (x.shape[1] < 2 or x.stride(1) == 1):
         return x
     if x.numel() % ranks:
-        what = called(function, call.name)
+        what = f"quantized_{function} {call.name}".rstrip()
         raise RewriterError(f"{what}: {list(x.shape)}, {x.numel()} elements do not divide by {ranks} ranks")
     return x.reshape(ranks, x.numel() // ranks)
 

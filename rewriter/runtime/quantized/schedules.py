@@ -93,7 +93,7 @@ class QuantizedCall:
 
     @property
     def gather_seed(self) -> int | None:
-        """Of local rank 0 of node 0; that of local rank l of node y is larger by l · Y + y."""
+        """Seed of local rank 0 of node 0; that of local rank l of node y is larger by l · Y + y."""
         return self._seed(2, 0)
 
     @property
@@ -143,7 +143,7 @@ def but(own: int, ranks: int) -> list[slice]:
 
 
 def reduced(x_PN: Tensor, call: QuantizedCall) -> Generator[Transfer, None, Summands]:
-    """What remains to be summed for the own slice, after all messages of qgZ (arXiv 2306.10209, section 3.3)."""
+    """Summands of the own slice, after all messages of qgZ (arXiv 2306.10209, section 3.3)."""
     topology, formats = call.topology, call.formats
     inter, own, seed = topology.inter, topology.inter.rank, call.inter_seed
     node = None

@@ -42,7 +42,7 @@ from rewriter.passes.sequence.sequence_costs import memory
 from rewriter.runtime.attention import ring as ring_module
 from rewriter.runtime.attention.attention_call import QuantizedKV
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 
 # --- vectors ---
 
@@ -236,4 +236,4 @@ def test_the_comparison_sees(fault):
 def test_an_unknown_format_is_refused_by_name():
     alone = AttentionMesh(1, 4, 1, 0, 0, 0, (0, 1, 2, 3), None, None, None)
     with pytest.raises(RewriterError, match=r"ring 1×4×1, keys and values int5: format 'int5': expected one of int8"):
-        register(on(ring(4), "int5"), alone)
+        SequenceAxis(alone, on(ring(4), "int5"))
