@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,10 +114,8 @@ class Branch:
         self._on.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._on.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._on.__exit__(*error)
 
     def join(self) -> None:
         """The current stream waits for the branch; the host does not. What the branch read may be freed from now on."""

@@ -353,7 +353,7 @@ def test_the_page_names_tests_that_exist(part, least):
     lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
     rows = [line.strip("| ").split(" | ") for line in lines[1:]]
     assert len(rows) >= least
-    files = {path: path.read_text() for path in TESTS.glob("test_*.py")}
+    files = {path: path.read_text() for path in TESTS.rglob("test_*.py")}
     defined: dict[str, list[str]] = {}
     for text in files.values():
         for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE):

@@ -78,7 +78,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def shapes(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Tensors:
-    """Tensors on the meta device that are like what `pack` makes of these, for `unpack`."""
+    """Tensors on the meta device that `unpack` takes for what `pack` makes of these."""
     return tuple(torch.empty_like(t, dtype=dtype, device="meta") for t, dtype in zip(tensors, dtypes, strict=True))
 
 

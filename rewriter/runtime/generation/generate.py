@@ -46,14 +46,11 @@ def generate(
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to and including its end-of-sequence token.
 
-    Greedy at temperature 0, which equals transformers' `generate(do_sample=False)`; else sampled from softmax(logits
-    / temperature) cut to the `top_k` likeliest and then to the likeliest whose probabilities reach `top_p`, as
-    transformers orders them. Every rank of `group` (default: those of this rank's replica of the model) calls this with
-    the same arguments; the first rank's choice is sent to the others, so that ranks cannot part ways over rounding.
-    Prompts are computed `prefill_chunk` tokens at a time, which bounds the memory that they take. The cache and what is
-    compiled for it stay with the model for its next generation. `use_cache=False` recomputes everything for each token.
-    Where the model shards tokens over ranks, prompts are computed so, and their keys and values stay where they are:
-    see `SequenceCache`.
+    Greedy at temperature 0, which equals transformers' `generate(do_sample=False)`; else drawn: see `Sampling`. Every
+    rank of `group` (default: those of this rank's replica of the model) calls this with the same arguments; the first
+    rank's choice is sent to the others, so that ranks cannot part ways over rounding. Prompts are computed
+    `prefill_chunk` tokens at a time, which bounds the memory that they take. The cache and what is compiled for it stay
+    with the model for its next generation. `use_cache=False` recomputes everything for each token.
 
     On the first rank, `on_token(prompt, token)` is called with every token as soon as it is chosen, `prompt` being an
     index into `prompts`. Where it returns True, that prompt ends with this token, on all ranks.
