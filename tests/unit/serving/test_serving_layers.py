@@ -239,7 +239,7 @@ def test_stages_hand_on_what_the_next_one_reads_late():
     check(layers, config)
 
 
-@pytest.mark.parametrize("layer_class", [Paired, Scaled])
+@pytest.mark.parametrize("layer_class", [Paired, pytest.param(Scaled, marks=pytest.mark.slow)])
 def test_compiled_layers_give_the_same(layer_class):
     config = SimpleNamespace(rewriter_delays=[[0, 0], [1, 1], [0, 1]])
     layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)
