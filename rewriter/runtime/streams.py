@@ -1,4 +1,4 @@
-"""Streams of a GPU: steps captured as CUDA graphs, and a block that runs beside the next one."""
+"""Streams of a GPU: steps captured as CUDA graphs, and a block that runs at the same time as the next one."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def fork(*read: Tensor) -> Branch:
 
 
 def on_streams(x: Tensor) -> bool:
-    """True if a branch beside computation with `x` has a stream of its own."""
+    """True if a branch that reads `x` has another stream."""
     return x.is_cuda and not torch.is_grad_enabled()
 
 

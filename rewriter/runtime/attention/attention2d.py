@@ -126,7 +126,7 @@ def scatter_start(
 
 
 def summed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of what several ranks found, made in the accumulation dtype and rounded once to `dtype`."""
+    """The sum of several ranks' parts, made in the accumulation dtype and rounded once to `dtype`."""
     return functools.reduce(torch.add, parts[1:], parts[0].to(accumulation_dtype(dtype))).to(dtype)
 
 

@@ -52,7 +52,7 @@ def all_reduce_start(
     inplace operation" instead of using the sum.
 
     With a `format`, an `x` of `min_bytes` bytes or more travels quantized (see `quantized_all_reduce_start`, which does
-    not work in place): all ranks decide alike, for they hold the same shape and dtype.
+    not work in place): all ranks decide the same, by shape and dtype.
     """
     if format is not None and x.nbytes >= min_bytes:
         return quantized_all_reduce_start(x, group, format=format, name=name)
@@ -84,7 +84,7 @@ def all_reduce(
 
 
 def agreed(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`x`, which every rank computed alike from what entered by `copy_to_group`: the gradients sum to the value's."""
+    """`x`, which every rank computed from what entered by `copy_to_group`: the gradients sum to the value's."""
     if group is None or group.size() == 1:
         return x
     return with_gradient(x, backward=lambda gradient: gradient / group.size())
@@ -133,10 +133,10 @@ def once(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
 
 
 def share(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
-    """`x` divided by the number of ranks, so that a sum adds it once, each rank a part alike; None stays None.
+    """`x` divided by the number of ranks, so that a sum adds it once, each rank an equal part; None stays None.
 
     Unlike the result of `once` it may be read before the sum, where ranks differ: the gradient is that of every rank,
-    summed and divided alike.
+    summed and divided by their number.
     """
     if x is None or group is None or group.size() == 1:
         return x

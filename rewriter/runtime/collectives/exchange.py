@@ -155,7 +155,7 @@ def all_to_all_start(
 ) -> Transfer:
     """`parts[r]` goes to rank r of `group`; `wait` gives what each rank sent here, in rank order.
 
-    The parts for others are alike in shapes and dtypes, and travel in `dtypes` where these are given. The own part does
+    The parts for others have equal shapes and dtypes, and travel in `dtypes` where these are given. The own part does
     not travel and is given back as it is: it may be a sum that only others need rounded.
     """
     if group is None:

@@ -25,7 +25,7 @@ from zipfile import ZipFile
 from rewriter.runtime.generation import step_cache
 
 LIMIT_SECONDS = 1800
-_NICE = 10  # a tenth of what a process without it gets; at 19 it would stand still beside one that computes
+_NICE = 10  # a tenth of what a process without it gets; at 19 it would stand still while another computes
 _PLAIN = ("aten", "prims", "_operator", "math")  # where operators come from that keep to themselves
 
 
@@ -54,19 +54,19 @@ def _compiled(spec: Mapping[str, Any], folder: Path, scratch: Path) -> dict[str,
     model = _skeleton(spec)
     calls = {name: PartCall.read(said) for name, said in spec["calls"].items()}
     made: dict[str, tuple[str, bool]] = {}
-    alike: dict[object, tuple[str, bool] | None] = {}
+    by_kind: dict[object, tuple[str, bool] | None] = {}
     for part in parts_of(model):
         if (call := calls.get(part.name)) is None:
             continue
         kind = (structure(part), call)
-        if kind not in alike:
+        if kind not in by_kind:
             try:
                 traced = _traced(part, call)
-            except Exception as error:  # whatever tracing meets: this part stays as it is
+            except Exception as error:  # of any kind: this part stays as it is
                 sys.stderr.write(f"{part.name} is not compiled: {error}\n")
                 traced = None
-            alike[kind] = None if traced is None else (_package(traced[0], folder, scratch), traced[1])
-        if (compiled := alike[kind]) is not None:
+            by_kind[kind] = None if traced is None else (_package(traced[0], folder, scratch), traced[1])
+        if (compiled := by_kind[kind]) is not None:
             made[part.name] = compiled
     return made
 
@@ -89,7 +89,7 @@ def _skeleton(spec: Mapping[str, Any]) -> Any:
 
 
 def _traced(part: Any, call: Any) -> tuple[Any, bool]:
-    """The graph of a part, and whether it returns one tensor. Raises whatever tracing meets."""
+    """The graph of a part, and whether it returns one tensor. Raises what tracing does."""
     import torch
     from torch import Tensor, nn
 

@@ -22,7 +22,7 @@ from rewriter.runtime.streams import capture, host_waits, why_not_captured
 
 PREFILL_CHUNK = 2048
 _BUCKET = 256  # tokens: caches have such lengths, so that few of them differ
-_RUN = 64  # keys: on a CPU attention looks at a multiple of so many
+_RUN = 64  # keys: on a CPU attention looks at a multiple of these
 _ENDS = 8  # end-of-sequence tokens that there is room for; more need more
 
 
@@ -180,7 +180,7 @@ class DecodeStep(DecodeState):
         self._forget()
 
     def fits(self, batch: int, length: int, group: ProcessGroup | None) -> bool:
-        """True if it can generate so many rows of so many tokens, prompts counted."""
+        """True if it can generate `batch` rows of `length` tokens, prompts counted."""
         return self.batch == batch and self.group is group and length <= self.capacity
 
     def begin(
@@ -323,7 +323,7 @@ def decode_step(model: nn.Module, batch: int, length: int, group: ProcessGroup |
     captured for it, are used again. Not where the model's modules or tensors are others now."""
     kept = _kept(model)
     if kept.step is None or not kept.step.fits(batch, length, group):
-        kept.step = None  # its cache need not stay beside the new one
+        kept.step = None  # its cache is freed before the new one is made
         kept.step = DecodeStep(model, batch, length, group)
     return kept.step
 

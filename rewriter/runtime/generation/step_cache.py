@@ -115,7 +115,7 @@ def compiler() -> str | None:
 def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, background: bool) -> subprocess.Popen[bytes]:
     """A process that compiles the step of `key`, for which one process of this user at a time does so.
 
-    In the background it has a session of its own, in which it goes on when this process ends, and gives way to all
+    In the background it has another session, in which it goes on when this process ends, and gives way to all
     others.
     """
     (folder / f"{key}.failed").unlink(missing_ok=True)

@@ -101,8 +101,8 @@ def all_reduce_start(
     all of them. x must not be written until then.
 
     A reduce-scatter whose sums are quantized once more, in the last step's format, and gathered. x is padded with zeros
-    to `slice_length(n, P, formats)` elements for each rank. Until the wait, on CUDA all of it runs on a stream of its
-    own, and on a CPU the first message is on its way; with `wait=True` it is done at once, on the current stream.
+    to `slice_length(n, P, formats)` elements for each rank. Until the wait, on CUDA all of it runs on another
+    stream, and on a CPU the first message is on its way; with `wait=True` it is done at once, on the current stream.
     Raises RewriterError as `reduce_scatter`.
     """
     call = _call("all_reduce", x, topology, formats, name, seed)
@@ -155,7 +155,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _started_on_stream(schedule: Schedule, device: torch.device) -> torch.cuda.Event:
-    """All of `schedule` enqueued on a stream of its own, and its end. What it reads and writes belongs to the caller's
+    """All of `schedule` enqueued on another stream, and its end. What it reads and writes belongs to the caller's
     stream, and is held until that waits for this one: what is freed afterwards is used again after that."""
     with torch.cuda.device(device):
         if device not in _streams:
@@ -212,7 +212,7 @@ def quantized_all_reduce_start(
     """Begin `quantized_all_reduce`; `all_reduce_wait` gives the sum.
 
     Unlike the exact `all_reduce_start` it does not sum in place: x is kept, and must not be written, until the sum has
-    been waited for. Meanwhile on CUDA all messages of the collective go out from a stream of its own, on a CPU the
+    been waited for. Meanwhile on CUDA all messages of the collective go out from another stream, on a CPU the
     first does. All ranks start their collectives, and wait for them, in the same order. Not for compiled graphs: start
     and wait stand between them.
     """
