@@ -33,8 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.support.local_ranks import largest
 from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.runtime import sequence_mesh
-from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.attention.sequence_op import sequence_attention
 
 
@@ -70,7 +69,7 @@ def plans(ranks: int, query_heads: int) -> list[SequencePlan]:
 
 def measure(plan: SequencePlan, shape: Shape) -> Memory:
     """On every rank of a process group of `plan.ranks`: what this one needs."""
-    key = register(plan, AttentionMesh.of(sequence_mesh("cpu", plan.grid)))
+    key = SequenceAxis(sequence_mesh("cpu", plan.grid), plan).key
     tokens = -(-shape.tokens // plan.multiple) * plan.multiple // plan.ranks
     q, k, v = (
         torch.randn(1, heads, tokens, shape.head_dim).to(shape.dtype).requires_grad_()

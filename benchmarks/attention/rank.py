@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.ir.sequence_plan import take_tokens
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.collectives.exchange import Transfer, all_to_all_start
 
@@ -75,7 +74,7 @@ class Worker:
         plan = SequencePlan(case["kind"], tuple(case["grid"]), case["overlap"])
         own = self.tokens(case["heads"], case["kv_heads"], plan.layout)
         inputs = [own[name].requires_grad_() for name in ("q", "k", "v")]
-        key = register(plan, AttentionMesh.of(self.mesh(plan.grid)))
+        key = SequenceAxis(self.mesh(plan.grid), plan).key
         length, scale = inputs[0].shape[2] * self.ranks, inputs[0].shape[3] ** -0.5
 
         def step() -> dict[str, Tensor]:

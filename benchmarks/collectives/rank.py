@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.support.link_ranks import main, passed_bytes
 from rewriter.runtime import record_events
-from rewriter.runtime.collectives.exchange import Transfer
-from rewriter.runtime.quantized.launch import all_gather_start, all_reduce_start, reduce_scatter_start
+from rewriter.runtime.quantized.launch import all_gather, all_reduce_start, reduce_scatter
 
 EXACT = "exact"
 AXES = ("node", "local")
@@ -74,7 +73,7 @@ def measure(
 def early(mesh: DeviceMesh, elements: int, formats: list[str]) -> dict[str, Callable[[], Any]]:
     """{format: what starts an all-reduce that is waited for later}."""
     whole = torch.randn(elements).bfloat16().to(mesh.device_type)
-    quantized = {f: partial(all_reduce_start, whole, mesh, f, stages=2) for f in formats}
+    quantized = {f: partial(all_reduce_start, whole, mesh, f) for f in formats}
     return {EXACT: partial(dist.all_reduce, torch.zeros_like(whole), async_op=True), **quantized}
 
 
@@ -86,35 +85,38 @@ def calls(mesh: DeviceMesh, elements: int, formats: list[str]) -> dict[str, dict
     shard = whole[: elements // ranks].clone()
     total, own, all_of = whole.clone(), torch.empty_like(shard), torch.empty_like(whole)
 
-    def all_reduce() -> Tensor:
+    def exact_all_reduce() -> Tensor:
         total.copy_(whole)
         dist.all_reduce(total)
         return total
 
-    def reduce_scatter() -> Tensor:
+    def exact_reduce_scatter() -> Tensor:
         dist.reduce_scatter_tensor(own, whole)
         return own
 
-    def all_gather() -> Tensor:
+    def exact_all_gather() -> Tensor:
         dist.all_gather_into_tensor(all_of, shard)
         return all_of
 
-    def waited(start: Callable[[], Transfer]) -> Tensor:
-        y: Tensor = start().wait()
-        return y.view(-1)
+    def flat(run: Callable[[], Tensor]) -> Tensor:
+        return run().view(-1)
+
+    def all_reduce(format: str) -> Tensor:
+        y: Tensor = all_reduce_start(whole, mesh, format, wait=True).wait()
+        return y
 
     found: dict[str, dict[str, Callable[[], Tensor]]] = {
-        "all_reduce": {EXACT: all_reduce},
-        "reduce_scatter": {EXACT: reduce_scatter},
-        "all_gather": {EXACT: all_gather},
+        "all_reduce": {EXACT: exact_all_reduce},
+        "reduce_scatter": {EXACT: exact_reduce_scatter},
+        "all_gather": {EXACT: exact_all_gather},
     }
     for f in formats:
-        for collective, start in {
-            "all_reduce": partial(all_reduce_start, whole, mesh, f, stages=2, wait=True),
-            "reduce_scatter": partial(reduce_scatter_start, whole, mesh, f, stages=2, wait=True),
-            "all_gather": partial(all_gather_start, shard, mesh, f, dtype=torch.bfloat16, stages=2, wait=True),
+        for collective, run in {
+            "all_reduce": partial(all_reduce, f),
+            "reduce_scatter": partial(reduce_scatter, whole, mesh, f),
+            "all_gather": partial(all_gather, shard, mesh, f, dtype=torch.bfloat16),
         }.items():
-            found[collective][f] = partial(waited, start)
+            found[collective][f] = partial(flat, run)
     return found
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.collectives.run --cuda         # NCCL, all GPUs of this machine as two nodes: no limit on links
 
 Each node is a network namespace with two ranks, which talk to each other without a limit; a veth pair with a limit in
-both directions joins the nodes. Exact collectives are gloo's own, of bf16; quantized ones are in two hops and two
-stages. The predicted ratio is that of the bytes which pass the link, those of exact collectives as its interface
+both directions joins the nodes. Exact collectives are gloo's own, of bf16; quantized ones are in two hops.
+The predicted ratio is that of the bytes which pass the link, those of exact collectives as its interface
 counted them, those of quantized ones as the collectives do; the measured ratio is that of the times. "hidden" is the
 part of an all-reduce's time that passes while as much computation stands between its start and its wait.
 

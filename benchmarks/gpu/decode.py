@@ -32,9 +32,8 @@ from rewriter.fabric.fabric import TableChoice
 from rewriter.ir import Program
 from rewriter.passes import available
 from rewriter.runtime.compiled import compile_segments
-from rewriter.runtime.generation.decode_state import Sampling
-from rewriter.runtime.generation.decode_step import DecodeStep
-from rewriter.runtime.loading.load import build
+from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
+from rewriter.runtime.loading import build
 from rewriter.tracing import trace
 
 # those of the recipes tensor-parallel, ladder and upper-bound, whose files need pydantic

@@ -16,8 +16,7 @@ from torch import nn
 from benchmarks.gpu.report import Row, Scale, short
 from benchmarks.gpu.runtime import models
 from rewriter.runtime.collectives.log import record_events
-from rewriter.runtime.generation.decode_state import Sampling
-from rewriter.runtime.generation.decode_step import DecodeStep
+from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
 from rewriter.runtime.generation.generate import left_pad
 
 PROMPTS = {"one prompt": (17,), "three prompts": (3, 17, 9)}  # tokens of each

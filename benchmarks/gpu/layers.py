@@ -35,7 +35,7 @@ from benchmarks.gpu.emulated import RANKS, Constant, job
 from benchmarks.gpu.report import Row, Scale, Table, read_rate
 from rewriter.fabric import Delay
 from rewriter.runtime.collectives.differentiable import all_reduce_start, all_reduce_wait
-from rewriter.runtime.compiled import backend_of, compile_segments
+from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.context import Context, positions
 from rewriter.tracing import trace
 
@@ -90,7 +90,7 @@ def step_rows(table: Table, benches: dict[int, Bench], models: dict[str, nn.Modu
             models[recipe] = model_of(bench, recipe)
             if recipe == PREFETCH:
                 prefetching(models[recipe])
-        if "compiled" in how and backend_of(models[recipe]) is None:
+        if "compiled" in how and "segments_compiled" not in vars(models[recipe]):
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             compile_segments(models[recipe], backend=bench.scale.pick("inductor", "eager"))
         return decode_row(bench, models[recipe], recipe, how)

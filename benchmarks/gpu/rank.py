@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroup
 from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.runtime import sequence_mesh
-from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.collectives import exchange
 
@@ -59,7 +58,7 @@ def _rank(rank: int, plan: SequencePlan, inputs: list[Tensor], device: str, own_
     )
     try:
         # of gloo's groups the mesh is the CPU's, wherever the tensors lie
-        key = register(plan, AttentionMesh.of(sequence_mesh("cuda" if own_gpus else "cpu", plan.grid)))
+        key = SequenceAxis(sequence_mesh("cuda" if own_gpus else "cpu", plan.grid), plan).key
         own = [take_tokens(x, 2, plan.layout, rank, plan.ranks).to(where) for x in inputs]
         q, k, v = (x.requires_grad_() for x in own[:3])
         o = sequence_attention(

@@ -20,8 +20,7 @@ from benchmarks.gpu.report import Row, Scale, Table, short
 from benchmarks.gpu.tiles import CAUSAL, Case, everything, factors, inputs, library, reference
 from rewriter.ir.ops import SequenceKind, SequencePlan
 from rewriter.runtime import generate
-from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.attention.tiles import Visibility
 from rewriter.runtime.collectives import exchange
@@ -39,10 +38,10 @@ def runtime(scale: Scale) -> Table:
             "nccl" if cuda else "gloo", store=dist.FileStore(os.path.join(scratch, "store"), 1), rank=0, world_size=1
         )
         try:
-            mesh = AttentionMesh.of(torch.distributed.device_mesh.init_device_mesh(scale.device.type, (1,)))
+            mesh = torch.distributed.device_mesh.init_device_mesh(scale.device.type, (1,))
             kinds: tuple[SequenceKind, ...] = ("attention2d", "ring", "ulysses")
             for kind in kinds:
-                key = register(SequencePlan(kind, (1, 1, 1)), mesh)
+                key = SequenceAxis(mesh, SequencePlan(kind, (1, 1, 1))).key
                 table.attempt(f"{kind} attention", functools.partial(alone, scale, key))
             table.attempt("messages of a group of one", functools.partial(messages, scale))
             for dtype in (torch.float32, torch.bfloat16):

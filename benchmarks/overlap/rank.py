@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.support.link_ranks import main
 from rewriter.runtime import Context, compile_segments
-from rewriter.runtime.collectives.small_sums import choose_small_sums
-from rewriter.runtime.generation.decode_state import Sampling
-from rewriter.runtime.generation.decode_step import DecodeStep
+from rewriter.runtime.collectives.small_sums import connect_small_sums
+from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
 
 PROMPT, STEPS = 32, 16  # tokens of a decode's prompt, and steps that are timed together
 
@@ -33,7 +32,7 @@ PROMPT, STEPS = 32, 16  # tokens of a decode's prompt, and steps that are timed 
 def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Seconds of each forward pass by variant, and the largest relative error of each checked variant's logits."""
     mesh = init_device_mesh("cpu", (spec["ranks"],), mesh_dim_names=("tp",))
-    choose_small_sums(mesh.get_group("tp"), torch.device("cpu"))  # as `rewriter.load` does
+    connect_small_sums(mesh.get_group("tp"), torch.device("cpu"))  # as `rewriter.load` does
     root = Path(spec["directory"])
     expected = load_file(root / "expected.safetensors")
     ids = expected.pop("input_ids")

@@ -19,8 +19,7 @@ from torch import Tensor
 
 import rewriter
 from rewriter.runtime.collectives import differentiable
-from rewriter.runtime.generation.decode_state import Sampling
-from rewriter.runtime.generation.decode_step import DecodeStep
+from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
 
 _delay = 0.0
 _start = differentiable.small_sum_start

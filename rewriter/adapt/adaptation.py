@@ -35,7 +35,7 @@ from rewriter.convert.save_options import Level
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.measure.drift import load_tokenizer
 from rewriter.output.manifest import AdaptationEntry
-from rewriter.runtime.loading.load import rank_device
+from rewriter.runtime.loading import rank_device
 from rewriter.weights import Checkpoint
 
 

@@ -28,7 +28,7 @@ from rewriter.convert.conversion import save
 from rewriter.convert.rewritten_source import Opened, original_program, rewritten, write_source
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Parameter, Program
-from rewriter.runtime.loading.load import load as load_sharded
+from rewriter.runtime.loading import load as load_sharded
 from rewriter.runtime.module import RuntimeModel
 from rewriter.tracing.meta_model import find_layers, load_config
 from rewriter.training import (

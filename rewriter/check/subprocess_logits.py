@@ -1,7 +1,7 @@
 """Logits of what was emitted, computed where its users compute them: in processes of their own.
 
 `load_huggingface.py` loads the adapted checkpoint where `rewriter` cannot be
-imported, `rewriter.runtime.loading.logits_worker` runs the module on real ranks. Requests are JSON, results
+imported, `rewriter.runtime.logits_worker` runs the module on real ranks. Requests are JSON, results
 safetensors.
 """
 
@@ -51,7 +51,7 @@ def rank_logits(
 
     Raises VerificationError when they fail, or when ranks end with different logits.
     """
-    words = ["-m", "rewriter.runtime.loading.logits_worker"]
+    words = ["-m", "rewriter.runtime.logits_worker"]
     return _run(words, directory, batches, f"the module on {ranks} ranks", ranks, placed(ranks), stream=stream)
 
 

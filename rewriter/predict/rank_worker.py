@@ -25,9 +25,8 @@ from rewriter.fabric import Call, Delay
 from rewriter.predict.workload import Workload
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
-from rewriter.runtime.generation.decode_state import Sampling
-from rewriter.runtime.generation.decode_step import DecodeStep
-from rewriter.runtime.loading.load import build, fill
+from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
+from rewriter.runtime.loading import build, fill
 from rewriter.runtime.streams import replay_of
 from rewriter.weights.references import RankWeights
 

@@ -1,5 +1,4 @@
-"""What a rank runs. An emitted module imports its building blocks from here, and nothing here imports the
-compiler."""
+"""The code of a rank. Emitted modules import their building blocks from here; nothing here imports the compiler."""
 
 from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention.cached import attention
@@ -26,7 +25,7 @@ from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.context import Context, gather_tokens, last_tokens, shard_tokens
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generation.generate import generate
-from rewriter.runtime.loading.load import load
+from rewriter.runtime.loading import load
 from rewriter.runtime.module import LocalLogits, LossOutput, RuntimeModel
 from rewriter.runtime.parallel import (
     ColumnParallelConv1D,

@@ -1,4 +1,4 @@
-"""What every emitted `Model` is, of any architecture."""
+"""Base class of every emitted `Model`, of any architecture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RuntimeModel(nn.Module):
     `slots` says what a cache must hold, in order of the slot numbers that attention calls use. `dropout_probability`
     is the largest one in the source model's configuration; the traced computation is that of evaluation, which has
     none. `sequence` is the axis over which tokens are sharded, None where there is none. `by_length`: what a token
-    computes depends on the length of its call, so that a prompt is one call; `renewed_after` so many tokens, keys and
+    computes depends on the length of its call, so that a prompt is one call; after `renewed_after` tokens, keys and
     values of all of them are computed anew. The mesh may have a dimension "dp" of replicas that see different rows.
     `in_fp32` are the parameters that transformers keeps in fp32 in a model of a dtype, by its name, with * for the
     number of a layer. `vocabulary` is the number of tokens, `positions` that of the table of positions; None where it

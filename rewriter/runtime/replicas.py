@@ -7,9 +7,9 @@ mean over all targets, however unevenly these are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention.mesh import DIMENSIONS, flattened
-from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.collectives.differentiable import all_reduce
 from rewriter.runtime.collectives.gradients import with_gradient
 
@@ -56,19 +55,8 @@ _HOOK = "_rewriter_gradient_hook"  # on a parameter: the handle of its hook
 _SHARDED = "_rewriter_sharded"  # on a model: leave_gradients was called
 
 
-class _Model(Protocol):
-    """A RuntimeModel, whose forward calls `sum_gradients`."""
-
-    replicas: Replicas
-    sequence: SequenceAxis | None
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-
-def sum_gradients(model: _Model) -> None:
-    """Have backward leave in `.grad` the sum over all ranks of a sequence, averaged over replicas.
+def sum_gradients(model: Any) -> None:
+    """Have backward leave in `.grad` of a RuntimeModel the sum over all ranks of a sequence, averaged over replicas.
 
     A hook on every parameter that requires a gradient all-reduces in fp32 what one backward adds to `.grad`. A tied
     weight is summed once. A parameter that takes no part in a backward pass gets no gradient, on any rank. The model's

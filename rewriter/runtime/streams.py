@@ -1,4 +1,4 @@
-"""Streams of a GPU: steps captured as CUDA graphs, and a block that runs beside the next one."""
+"""Streams of a GPU: steps captured as CUDA graphs, and a block that runs at the same time as the next one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ def host_waits(x: Tensor) -> bool:
 
 
 def why_not_captured(group: ProcessGroup | None) -> str | None:
-    """Why steps of such ranks cannot be captured; None where they can be."""
+    """Reason why steps of such ranks cannot be captured; None where they can be."""
     if is_recording():
         return "events of collectives are recorded"
     if group is None or group.size() == 1:
@@ -114,10 +114,8 @@ class Branch:
         self._on.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._on.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._on.__exit__(*error)
 
     def join(self) -> None:
         """The current stream waits for the branch; the host does not. What the branch read may be freed from now on."""
@@ -141,7 +139,7 @@ def fork(*read: Tensor) -> Branch:
 
 
 def on_streams(x: Tensor) -> bool:
-    """True if a branch beside computation with `x` has a stream of its own."""
+    """True if a branch that reads `x` has another stream."""
     return x.is_cuda and not torch.is_grad_enabled()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Unsupported(Exception):
-    """Why vLLM's own layers cannot compute a rewritten model. The message is a clause: "… because MESSAGE"."""
+    """vLLM's own layers cannot compute a rewritten model. The message is a clause: "… because MESSAGE"."""
 
 
 class Sum(Enum):

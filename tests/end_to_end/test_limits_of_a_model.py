@@ -19,7 +19,7 @@ from rewriter.convert.save_options import SaveOptions
 from rewriter.ir.absolute_positions import position_table
 from rewriter.measure.drift import calibration_tokens
 from rewriter.runtime.generation.generate import generate
-from rewriter.runtime.loading.load import load
+from rewriter.runtime.loading import load
 from rewriter.search.texts import text_for
 
 FEW = 100  # tokens, of the 259 that the tokenizer has

@@ -28,7 +28,7 @@ from rewriter.convert.conversion import convert
 from rewriter.convert.reshard import reshard
 from rewriter.convert.save_options import SaveOptions
 from rewriter.runtime.context import Context
-from rewriter.runtime.loading.load import load
+from rewriter.runtime.loading import load
 from rewriter.tracing import trace
 
 # FP8 in blocks, scales in fp32 and bf16, with bf16 beside it; MXFP4 with bf16, AWQ and GPTQ with fp16; fp32 beside FP8

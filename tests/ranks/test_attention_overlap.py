@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -25,13 +26,14 @@ from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.ir.sequence_plan import runs
 from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.runtime import mark, record_events, sequence_mesh
-from rewriter.runtime.attention import attention2d_overlap, exchanges
+from rewriter.runtime.attention import attention2d as attention2d_module
+from rewriter.runtime.attention import exchanges
 from rewriter.runtime.attention import ring as ring_module
 from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.tiles import Visibility
 
-ALGORITHMS = (ring_module, attention2d_overlap)
+ALGORITHMS = (ring_module, attention2d_module)
 PLANS = {
     4: [ring(4), *(attention2d(*grid, overlap=True) for grid in [(1, 2, 2), (1, 4, 1), (1, 1, 4)])],
     6: [ring(6), *(attention2d(*grid, overlap=True) for grid in [(1, 2, 3), (1, 3, 2)])],
@@ -236,13 +238,13 @@ def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tupl
     found = []
     with patch.object(exchanges.RingExchange, "shift", watched):
         for plan in plans:
-            module = ring_module if plan.kind == "ring" else attention2d_overlap
+            algorithm = ring_module.RING if plan.kind == "ring" else attention2d_module.OVERLAPPED
             call = AttentionCall(AttentionMesh.of(sequence_mesh("cpu", plan.grid)), Visibility(CAUSAL, 32), 0.5)
             q, k, v, do = torch.randn(4, 1, 2, 8, 4)
             with record_events() as forward:
-                o, lse, k, v = module.forward(q, k, v, call)
+                o, lse, k, v = algorithm.forward(q, k, v, call)
             with record_events() as backward:
-                module.backward(OwnTensors(do, q, o, lse), (k, v), call)
+                algorithm.backward(OwnTensors(do, q, o, lse), (k, v), call)
             found.append(tuple(counted([e.name for e in events if e.kind == "mark"]) for events in (forward, backward)))
     return found
 
@@ -277,6 +279,7 @@ def test_waiting_at_once_would_be_seen() -> None:
 
 @functools.cache
 def benchmark() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARK.parent))  # of what it imports
     return load_module("attention_memory", BENCHMARK)
 
 

@@ -303,8 +303,8 @@ def test_inductor_compiles_a_part(tmp_path):
     x, other = torch.randn(2, 1, 1, reference.HIDDEN)
     cos, sin = torch.randn(2, 1, 1, reference.HEAD)
     with torch.no_grad():
-        call = step_parts.Call.of(part, (x, other, cos, sin, ctx))
-        assert step_parts.Call.read(json.loads(json.dumps(dataclasses.asdict(call)))) == call
+        call = step_parts.PartCall.of(part, (x, other, cos, sin, ctx))
+        assert step_parts.PartCall.read(json.loads(json.dumps(dataclasses.asdict(call)))) == call
         program, single = compile_worker._traced(part, call)
         compile_worker._build(program, tmp_path / "part.so")
         run = torch._C._aoti.AOTIModelContainerRunnerCpu(str(tmp_path / "part.so"), 1).run

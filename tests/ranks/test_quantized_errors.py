@@ -1,11 +1,7 @@
-"""Quantized collectives of what is not finite, wrong uses, errors between messages, and the end of a process."""
+"""Quantized collectives of what is not finite, wrong uses, and errors between messages."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import signal
-import time
 from functools import cache
 from typing import Any
 
@@ -19,22 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from rewriter.runtime import all_reduce_wait
 from rewriter.runtime.collectives import exchange
 from rewriter.runtime.collectives.exchange import Transfer
-from rewriter.runtime.quantized import schedule_worker, schedules
+from rewriter.runtime.quantized import schedules
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
-from rewriter.runtime.quantized.launch import (
-    quantized_all_reduce,
-    quantized_all_reduce_start,
-    reduce_scatter_start,
-)
+from rewriter.runtime.quantized.launch import quantized_all_reduce, quantized_all_reduce_start, reduce_scatter
 
 
 def broken(group):
     """What is said, for each way to run programs, by the next call after one that failed between messages."""
     x, said = torch.ones(3000), {}
     ways = {
-        "thread": lambda: quantized_all_reduce_start(x, group, format="int8", stages=2),
+        "started early": lambda: quantized_all_reduce_start(x, group, format="int8"),
         "now": lambda: flat_all_reduce_start(x, group, "int8", wait=True),
-        "one message": lambda: reduce_scatter_start(x, group, "int8"),
+        "one message": lambda: reduce_scatter(x, group, "int8"),
     }
 
     def fails(*_: Any) -> None:
@@ -73,29 +65,10 @@ def odd(group):
         "integers": lambda: quantized_all_reduce(x.int(), group, format="int8"),
         "mesh": lambda: quantized_all_reduce(x, cube, format="int8"),
         "ranks": lambda: quantized_all_reduce(x, 2, format="int8"),
-        "stages": lambda: quantized_all_reduce(x, group, format="int8", stages=0),
-        "divide": lambda: reduce_scatter_start(x[:699], group, "int8"),
+        "divide": lambda: reduce_scatter(x[:699], group, "int8"),
     }
     messages = {name: refusal(call) for name, call in wrong.items()}
-    return found, messages, ended_in_a_fork(), broken(group)
-
-
-def ended_in_a_fork():
-    """The exit status of a process forked from this one, whose thread has run, with a collective under way at its
-    end: 0 if that ended first."""
-    process = os.fork()
-    if not process:
-        signal.alarm(300)
-        job = schedule_worker._QueuedSchedules([slow()])
-        schedule_worker._queue().put(job)
-        atexit._run_exitfuncs()
-        os._exit(not job.finished.is_set())
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def slow():
-    time.sleep(0.2)
-    yield from ()
+    return found, messages, broken(group)
 
 
 @cache
@@ -118,20 +91,14 @@ def test_what_is_not_finite_and_what_cannot_be_done():
             "integers": "quantized_all_reduce: x is torch.int32",
             "mesh": "a mesh of 3 dimensions (a 1, b 2, c 1)",
             "ranks": "expected a ProcessGroup or a DeviceMesh, not int",
-            "stages": "stages=0, expected at least 1",
             "divide": "699 elements do not divide by 2 ranks",
         }.items():
             assert words in messages[name], name
 
 
 def test_an_error_between_messages_is_not_forgotten():
-    """The waiting caller gets a thread's error too. Every later call would sum what has yet to arrive for this one."""
+    """Every later call would sum what has yet to arrive for this one."""
     for *_, said in launched():
         assert len(said) == 9
         for words in said.values():
             assert "an earlier call in this process ended in RuntimeError(the link is down) with messages" in words
-
-
-def test_collectives_end_before_their_process_does():
-    """Otherwise it would abort. A fork has its own thread."""
-    assert all(status == 0 for _, _, status, _ in launched())

@@ -1,4 +1,4 @@
-"""Collectives, layers and experts one by one, on real ranks: values, gradients, dtypes and what may not be done."""
+"""Collectives and layers one by one, on real ranks: values, gradients, dtypes and what may not be done."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from rewriter import RewriterError
-from rewriter.ir import ops
 from rewriter.runtime import (
-    ColumnParallelConv1D,
     ColumnParallelLinear,
     Conv1D,
     Pending,
@@ -28,7 +26,6 @@ from rewriter.runtime import (
     all_reduce,
     all_reduce_start,
     all_reduce_wait,
-    experts,
     once,
     share,
     shared_gradient,
@@ -183,43 +180,6 @@ def test_a_pending_sum_crosses_modules(mode):
             torch.testing.assert_close(bias, layer.bias.grad)
 
 
-def conv_and_vocabulary(group, weights):
-    rank, size = group.rank(), group.size()
-    up = ColumnParallelConv1D(6, 8 // size)
-    down = RowParallelConv1D(8 // size, 6, group=group)
-    table = VocabParallelEmbedding(10 // size, 6, group=group)
-    head = ColumnParallelLinear(6, 10 // size, bias=False)
-    head.weight = table.weight  # tied and vocabulary-parallel: one parameter, two users
-    with torch.no_grad():
-        up.weight.copy_(weights["up"].chunk(size, 1)[rank])
-        up.bias.copy_(weights["up_bias"].chunk(size)[rank])
-        down.weight.copy_(weights["down"].chunk(size, 0)[rank])
-        down.bias.copy_(weights["down_bias"])
-        table.weight.copy_(weights["table"].chunk(size)[rank])
-    x = all_reduce(table(weights["ids"]), group)
-    h = all_reduce(down(up(copy_to_group(x, group)).relu()), group)
-    logits = all_gather(head(copy_to_group(h, group)), group, -1)
-    logits.square().sum().backward()
-    return logits.detach(), [p.grad for p in (up.weight, up.bias, down.weight, down.bias, table.weight)]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_conv1d_and_the_vocabulary_split_over_ranks(size):
-    random = torch.Generator().manual_seed(0)
-    shapes = {"up": (6, 8), "up_bias": (8,), "down": (8, 6), "down_bias": (6,), "table": (10, 6)}
-    w = {name: torch.randn(shape, generator=random).requires_grad_() for name, shape in shapes.items()}
-    ids = torch.tensor([[0, 4, 5, 9], [3, 3, 8, 1]])
-    logits = ((w["table"][ids] @ w["up"] + w["up_bias"]).relu() @ w["down"] + w["down_bias"]) @ w["table"].T
-    logits.square().sum().backward()
-    sent = {name: value.detach() for name, value in w.items()} | {"ids": ids}
-    cut = {"up": 1, "up_bias": 0, "down": 0, "down_bias": None, "table": 0}
-    for rank, (got, gradients) in enumerate(run_ranks(conv_and_vocabulary, size, sent)):
-        torch.testing.assert_close(got, logits.detach())
-        for (name, dim), gradient in zip(cut.items(), gradients, strict=True):
-            expected = w[name].grad if dim is None else w[name].grad.chunk(size, dim)[rank]
-            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
-
-
 PER_RANK_LAYERS = {
     "linear": (PerRankLinear, nn.Linear, (6, 4)),
     "conv1d": (PerRankConv1D, Conv1D, (6, 4)),
@@ -290,39 +250,6 @@ def test_tools_find_the_layers_by_class():
     assert isinstance(RowParallelLinear(2, 4), nn.Linear)
     assert isinstance(VocabParallelEmbedding(4, 2), nn.Embedding)
     assert dict(Conv1D(3, 5).named_parameters())["weight"].shape == (3, 5)
-
-
-@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", "tanh"])
-def test_experts_equal_their_specification(act):
-    random = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(9, 6, generator=random), torch.rand(9, 2, generator=random)
-    gate_up, down = torch.randn(5, 8, 6, generator=random), torch.randn(5, 6, 4, generator=random)
-    index = torch.randint(0, 4, (9, 2), generator=random)  # nobody chooses expert 4
-    index[3, 0], index[5, 1] = 5, 99  # dropped tokens
-    act_function = ops.ACTIVATIONS[act]
-
-    def naive(x, weight, gate_up, down):
-        rows = []
-        for n in range(9):
-            row = torch.zeros(6)
-            for k in range(2):
-                if (e := int(index[n, k])) < 5:
-                    h = gate_up[e] @ x[n]
-                    row = row + weight[n, k] * (down[e] @ (act_function(h[:4]) * h[4:]))
-            rows.append(row)
-        return torch.stack(rows)
-
-    alternating = gate_up.view(5, 2, 4, 6).transpose(1, 2).reshape(5, 8, 6)
-    ours, theirs = ([t.clone().requires_grad_() for t in (x, weight, gate_up, down)] for _ in range(2))
-    out = experts(ours[0], index, *ours[1:], act=act)
-    expected = naive(*theirs)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    found = experts(x, index, weight, alternating, down, act=act, layout="interleaved")
-    torch.testing.assert_close(found, out.detach())
-    for y in (out, expected):
-        y.square().sum().backward()
-    torch.testing.assert_close([t.grad for t in ours], [t.grad for t in theirs], rtol=1e-4, atol=1e-4)
-    assert not ours[2].grad[4].any()
 
 
 def test_a_model_with_dropout_refuses_to_train():

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from rewriter import RewriterError
 from rewriter.runtime import Context, load
 from rewriter.runtime.generation.worker import launch
-from rewriter.runtime.loading.load import rank_device
+from rewriter.runtime.loading import rank_device
 
 PROMPTS = [[5, 9, 33], [60, 2, 17, 40, 8]]
 
@@ -94,6 +94,15 @@ def test_padding_of_other_rows_is_refused(tmp_path):
         model(ids, ctx=Context(first_valid=torch.zeros(2, dtype=torch.int64)))
 
 
+def runtime(change):
+    """An edit of the manifest's entry of the runtime module."""
+    return lambda root: manifest(root, lambda m: change(m["runtime"]["tp1"]))
+
+
+def shared(grid):
+    return runtime(lambda m: m.update(sequence={"kind": "ring", "grid": grid, "overlap": False}))
+
+
 BREAKAGES = {
     "no manifest": (lambda root: (root / "rewrite.json").unlink(), "no rewrite.json in it"),
     "half a manifest": (lambda root: (root / "rewrite.json").write_text('{"mesh"'), "not valid JSON"),
@@ -102,36 +111,19 @@ BREAKAGES = {
         "describes no runtime module",
     ),
     "a manifest of lists": (lambda root: (root / "rewrite.json").write_text("[]"), "it holds a list, not an object"),
-    "too few files": (
-        lambda root: manifest(root, lambda m: m["runtime"]["tp1"].update(ranks=[])),
-        "lists 0 rank files for 1 ranks",
-    ),
+    "too few files": (runtime(lambda m: m.update(ranks=[])), "lists 0 rank files for 1 ranks"),
     "a path outside": (
-        lambda root: manifest(root, lambda m: m["runtime"]["tp1"].update(module="../module.py")),
+        runtime(lambda m: m.update(module="../module.py")),
         "'../module.py' points outside the directory",
     ),
     "no module": (lambda root: (root / "runtime/tp1/module.py").unlink(), "module.py: no such file"),
-    "another class": (
-        lambda root: manifest(root, lambda m: m["runtime"]["tp1"].update({"class": "Other"})),
-        "no class 'Other' in it",
-    ),
+    "another class": (runtime(lambda m: m.update({"class": "Other"})), "no class 'Other' in it"),
     "a cut file": (
         lambda root: os.truncate(root / "runtime/tp1/rank-0.safetensors", 1000),
         "rank-0.safetensors: not a valid safetensors file",
     ),
-    "a grid that is none": (
-        lambda root: manifest(
-            root, lambda m: m["runtime"]["tp1"].update(sequence={"kind": "ring", "grid": [2, 1, 1], "overlap": False})
-        ),
-        r"describes no runtime module \(at grid \[2, 1, 1\]: a ring",
-    ),
-    "a grid of other ranks": (
-        lambda root: manifest(
-            root,
-            lambda m: m["runtime"]["tp1"].update(sequence={"kind": "ring", "grid": [1, 2, 1], "overlap": False}),
-        ),
-        "its mesh has sp=1, but its tokens are sharded by ring 1×2×1",
-    ),
+    "a grid that is none": (shared([2, 1, 1]), r"describes no runtime module \(at grid \[2, 1, 1\]: a ring"),
+    "a grid of other ranks": (shared([1, 2, 1]), "its mesh has sp=1, but its tokens are sharded by ring 1×2×1"),
     "another number of ranks": (
         lambda root: (shutil.rmtree(root), root.mkdir(), write(root, 2)),
         "for 2 ranks, but 1 runs. Start it with torchrun --nproc-per-node 2",
@@ -327,8 +319,8 @@ HANGS = "import time\nfrom torch import nn\nclass Model(nn.Module):\n    def __i
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_that_hang_are_stopped(tmp_path):
     write(tmp_path, 2, source=HANGS.format(body="time.sleep(3600)"))
-    with pytest.raises(RewriterError, match="2 ranks gave no result in 8 s, and were stopped"):
-        launch(tmp_path, 2, {"prompts": PROMPTS, "max_new_tokens": 2}, timeout=8)
+    with pytest.raises(RewriterError, match="2 ranks gave no result in 3 s, and were stopped"):
+        launch(tmp_path, 2, {"prompts": PROMPTS, "max_new_tokens": 2}, timeout=3)
     deadline = time.monotonic() + 120
     while alive(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)

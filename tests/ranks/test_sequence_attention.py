@@ -37,7 +37,7 @@ from rewriter.passes.sequence.sequence_costs import memory
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention import tiles
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.collectives import exchange
 
@@ -161,7 +161,7 @@ def checked(group):
     plans = (grid(1, 2, 2), grid(2, 2, 1), grid(1, 1, 4), grid(1, 2, 2, overlap=True), ring(4))
     quantized = (dataclasses.replace(plan, quantized="int4@16") for plan in (*plans[:2], ring(4)))
     for plan in (*plans, *quantized):
-        key = register(plan, AttentionMesh.of(sequence_mesh("cpu", plan.grid)))
+        key = SequenceAxis(sequence_mesh("cpu", plan.grid), plan).key
         torch.manual_seed(group.rank())
         q, k, v, sinks = (
             torch.randn(*shape, requires_grad=True) for shape in ((2, 4, 6, 8), *[(2, 2, 6, 8)] * 2, (4,))
@@ -188,7 +188,8 @@ def test_compiles_to_one_graph(backend):
 def lonely(plan: SequencePlan) -> str:
     """A key whose axis has no groups: sending anything would fail by another name."""
     heads, rows, columns = plan.grid
-    return register(plan, AttentionMesh(heads, rows, columns, 0, 0, 0, tuple(range(rows * columns)), None, None, None))
+    members = tuple(range(rows * columns))
+    return SequenceAxis(AttentionMesh(heads, rows, columns, 0, 0, 0, members, None, None, None), plan).key
 
 
 def attend(dtype=torch.float32, key=None, **options):
@@ -206,9 +207,9 @@ def test_what_cannot_be_is_refused_by_name_before_anything_is_sent():
 def test_a_plan_of_another_grid_than_the_mesh_and_an_unknown_format_are_refused():
     alone = AttentionMesh(1, 1, 1, 0, 0, 0, (0,), None, None, None)
     with pytest.raises(RewriterError, match=r"the mesh is a grid of \[1, 1, 1\]"):
-        register(grid(1, 2, 2), alone)
+        SequenceAxis(alone, grid(1, 2, 2))
     with pytest.raises(RewriterError, match="format 'int5': expected one of int8"):
-        register(dataclasses.replace(grid(1, 1, 1), quantized="int5"), alone)
+        SequenceAxis(alone, dataclasses.replace(grid(1, 1, 1), quantized="int5"))
 
 
 @pytest.mark.parametrize("heads", [*HEADS, (32, 8), (12, 3), (8, 1)], ids=lambda h: f"{h[0]}-{h[1]}")

@@ -10,7 +10,8 @@ import torch
 from attention_cases import CAUSAL, FULL, PADDED, Case, Outcome, attention2d, run_cases
 
 from rewriter.ir import sequence_plan
-from rewriter.runtime.attention import attention2d_gathered, exchanges, partial_merge, tiles
+from rewriter.runtime.attention import attention2d as attention2d_module
+from rewriter.runtime.attention import exchanges, partial_merge, tiles
 
 
 def merge_in_bf16():
@@ -39,12 +40,12 @@ def merge_in_bf16_as_parts_arrive():
 
 
 def sum_gradients_in_bf16():
-    attention2d_gathered.summed = lambda parts, dtype: sum(part.to(dtype) for part in parts)
+    attention2d_module.summed = lambda parts, dtype: sum(part.to(dtype) for part in parts)
 
 
 def leave_keys_where_they_are():
     """Alg. 1 without line 1."""
-    attention2d_gathered.moves = lambda grid: False
+    attention2d_module.moves = lambda grid: False
 
 
 def forget_strictness():
@@ -64,13 +65,13 @@ def take_one_copys_gradient():
 
 def go_back_with_the_tiles_own_output():
     """Not with that over all keys: the gradients of tiles then do not add up."""
-    backward = attention2d_gathered.tile_backward
+    backward = attention2d_module.tile_backward
 
     def local(do, q, k, v, o, lse, *rest):
-        o, lse = attention2d_gathered.tile_forward(q, k, v, *rest[:-1])
+        o, lse = attention2d_module.tile_forward(q, k, v, *rest[:-1])
         backward(do, q, k, v, o.to(q.dtype), lse, *rest)
 
-    attention2d_gathered.tile_backward = local
+    attention2d_module.tile_backward = local
 
 
 ROW, SQUARE = attention2d(1, 1, 16), attention2d(1, 2, 2)

@@ -24,7 +24,7 @@ from rewriter.ir.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.runtime import Context, StaticCache, generate, sequence_mesh
-from rewriter.runtime.attention import attention2d_overlap, sequence_axis
+from rewriter.runtime.attention import attention2d, sequence_axis
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.tracing import trace
@@ -112,7 +112,7 @@ def after_an_error(function, tensors):
         raise MemoryError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention2d_overlap, "tile_forward", broken)
+        patch.setattr(attention2d, "tile_forward", broken)
         with pytest.raises(MemoryError):
             function(*tensors[:3])
     return refusal(lambda: function(*tensors[:3]))
@@ -178,7 +178,7 @@ def test_a_second_job_of_a_process_connects_its_own_groups(monkeypatch):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             mesh = AttentionMesh(1, 2, 2, 0, 0, 0, (0, 1, 2, 3), None, None, None, dist.group.WORLD)
-            keys |= {sequence_axis.register(plan, mesh) for _ in range(2)}
+            keys |= {sequence_axis.SequenceAxis(mesh, plan).key for _ in range(2)}
         finally:
             dist.destroy_process_group()
     assert len(keys) == 1
@@ -347,17 +347,18 @@ def test_dropout_of_attention_is_known_to_the_runtime_module():
 
 @pytest.mark.parametrize(("part", "least"), [("Attention over sharded tokens", 40), ("Quantized collectives", 20)])
 def test_the_page_names_tests_that_exist(part, least):
-    """Each row of the table names one at least, with an id in brackets only where that is written in the same file."""
+    """Each row of the table names one at least, an id in brackets only where that file or support has it written."""
     page = (TESTS.parent / "docs/concepts/silent-failures.md").read_text()
     table = page.partition(f"\n## {part}\n")[2].partition("\n## ")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
     rows = [line.strip("| ").split(" | ") for line in lines[1:]]
     assert len(rows) >= least
-    files = {path: path.read_text() for path in TESTS.glob("test_*.py")}
+    support = "".join(path.read_text() for path in (TESTS / "support").glob("*.py"))
     defined: dict[str, list[str]] = {}
-    for text in files.values():
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text()
         for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE):
-            defined.setdefault(name, []).append(text)
+            defined.setdefault(name, []).append(text + support)
     for _, _, tests in rows:
         names = re.findall(r"`(\w+)(?:\[([\w-]+)\])?`", tests)
         assert names, tests

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed import fake_pg
 import rewriter as rw
 from rewriter.emit.module import emit_runtime_module
 from rewriter.fabric import Call, load_fabric
-from rewriter.runtime.loading.load import build
+from rewriter.runtime.loading import build
 from rewriter.runtime.streams import why_not_captured
 
 SCRIPT = """
@@ -245,8 +245,7 @@ def test_a_wrong_attention_fails_and_a_kernel_that_is_not_there_does_not(
 def test_a_step_that_goes_other_ways_fails(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import decode_step as gpu_decode_step
     from benchmarks.gpu.runtime import models
-    from rewriter.runtime.generation.decode_state import Sampling
-    from rewriter.runtime.generation.decode_step import DecodeStep
+    from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
 
     model = models(scale, torch.float32)[1]
 

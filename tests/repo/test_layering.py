@@ -118,7 +118,7 @@ def test_no_files_import_each_other_in_a_circle():
     ("name", "statement"),
     [
         ("rewriter.ir.program", "def later():\n    from rewriter.api import save"),
-        ("rewriter.runtime.loading.load", "if TYPE_CHECKING:\n    from rewriter.emit.manifest import mesh_of"),
+        ("rewriter.runtime.loading", "if TYPE_CHECKING:\n    from rewriter.emit.manifest import mesh_of"),
         ("rewriter.emit.manifest", "from rewriter.runtime import load"),
         ("rewriter.common.errors", "import rewriter"),
     ],

@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.attention.sequence_op import sequence_attention
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
@@ -215,7 +214,7 @@ def _errors(found: dict[str, Tensor], case: Case) -> dict[str, float]:
 
 def attention_on(mesh: DeviceMesh, plan: SequencePlan) -> Callable[..., Tensor]:
     """Causal attention of unpadded sequences under `plan`, a function of a rank's own q, k and v."""
-    key = register(plan, AttentionMesh.of(mesh))
+    key = SequenceAxis(mesh, plan).key
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = {"scale": q.shape[-1] ** -0.5, "length": plan.ranks * q.shape[2]}
@@ -262,7 +261,7 @@ def on_rank(group: Any, cases: Sequence[Case], prepare: Callable[[], None] | Non
 def _one(case: Case, keys: dict[SequencePlan, str], rank: int) -> dict[str, Any]:
     plan = case.plan
     if plan not in keys:
-        keys[plan] = register(plan, AttentionMesh.of(sequence_mesh("cpu", plan.grid)))
+        keys[plan] = SequenceAxis(sequence_mesh("cpu", plan.grid), plan).key
     x = case.inputs()
     sinks = x.pop("sinks", None)
     # padding is not zero: neither its values nor the gradient that comes back to it may matter

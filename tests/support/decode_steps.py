@@ -12,8 +12,7 @@ from programs import program, runtime_case, weights
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rewriter.runtime import generate
-from rewriter.runtime.generation.decode_state import Sampling
-from rewriter.runtime.generation.decode_step import DecodeStep
+from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
 
 STEPS = 32
 

@@ -68,12 +68,9 @@ class Oracle:
     def all_gather(self, xs: list[Tensor]) -> Tensor:
         return torch.stack([x.double() if self.ranks == 1 else sent(x, self.last) for x in xs])
 
-    def bytes(self, n: int, stages: int, reduces: bool, gathers: bool) -> dict[str, int]:
+    def bytes(self, n: int, reduces: bool, gathers: bool) -> dict[str, int]:
         """{axis: bytes that a rank sends, and receives} for slices of n elements."""
-        block = max(parse_format(f).block for f in (self.inside, self.between))
-        chunk = max(-(-n // (stages * block)) * block, block)
-        sizes = [min(chunk, n - start) for start in range(0, n, chunk)]
-        inside, between = (sum(parse_format(f).payload_bytes(c) for c in sizes) for f in (self.inside, self.between))
+        inside, between = (parse_format(f).payload_bytes(n) for f in (self.inside, self.between))
         if self.nodes == 1:
             between = inside
         found = {

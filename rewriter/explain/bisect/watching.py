@@ -142,7 +142,7 @@ def _main(kind: str, request_path: str, result: str) -> None:
     import torch.distributed as dist
 
     from rewriter.runtime.context import Context
-    from rewriter.runtime.loading.load import load
+    from rewriter.runtime.loading import load
 
     sharded = load(request["directory"], device="cpu", dtype=torch.float32)
     positions = torch.arange(ids.shape[1]).expand(ids.shape)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 class OwnTensors(NamedTuple):
-    """What backward has of queries, of a rank's own tokens or of gathered ones."""
+    """Tensors of queries for backward, of a rank's own tokens or of gathered ones."""
 
     do_BHSE: Tensor
     q_BHSD: Tensor
@@ -78,22 +78,19 @@ class AttentionCall:
         return o.to(dtype), lse
 
 
-class RankAttention(Protocol):
+@dataclass(frozen=True)
+class RankAttention:
     """An algorithm, on the tokens that this rank holds: of `call.mesh.rows` × `call.mesh.columns` ranks with the same
     heads.
 
-    o, dq, dk and dv are of q's dtype, lse of the accumulation dtype. k_kept and v_kept are the keys and values as
-    backward wants them, S tokens too; o and lse go into backward as they came out of forward.
+    forward(q_BHSD, k_BKSD, v_BKSE, call) gives (o_BHSE, lse_BHS, k_kept, v_kept), backward(own, (k_kept, v_kept), call)
+    gives (dq, dk, dv). o, dq, dk and dv are of q's dtype, lse of the accumulation dtype. k_kept and v_kept are the keys
+    and values as backward wants them, S tokens too; o and lse go into backward as they came out of forward.
 
     With `call.quantized`, k and v come, travel and are kept as bytes, uint8 [B, K, S, W], and `call.opened` gives what
     is computed with: the same values on every rank, in forward and in backward, the rank's own among them. dk and dv
     are the gradients of these values.
     """
 
-    def forward(
-        self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, call: AttentionCall
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(o_BHSE, lse_BHS, k_kept, v_kept)."""
-
-    def backward(self, own: OwnTensors, kept: KeysAndValues, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) from the tensors of the own queries and (k_kept, v_kept)."""
+    forward: Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor, Tensor, Tensor]]
+    backward: Callable[[OwnTensors, KeysAndValues, AttentionCall], tuple[Tensor, Tensor, Tensor]]

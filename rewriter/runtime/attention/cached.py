@@ -226,7 +226,7 @@ def _explicit(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """What no fused kernel computes, as transformers' eager attention does: scores in the model's dtype, softmax in
+    """Attention that no fused kernel computes, as transformers' eager one does: scores in the model's dtype, softmax in
     fp32."""
     batch, heads, queries, _ = q_BHSD.shape
     kv_heads, keys = k_BKTD.shape[1], k_BKTD.shape[2]

@@ -88,7 +88,7 @@ class RingExchange:
             del block
 
     def distance(self, place: int) -> int:
-        """How many places on from here `place` is."""
+        """Number of places from here on to `place`."""
         return (place - self.place) % self.size
 
 

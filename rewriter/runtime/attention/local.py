@@ -186,7 +186,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _bias(seen: Tensor, like: Tensor) -> Tensor:
-    """What is added to scores: 0 where seen, else −inf, in the dtype of `like`."""
+    """Summand of the scores: 0 where seen, else −inf, in the dtype of `like`."""
     rows = -(-seen.shape[-1] // _ALIGNED_BIAS) * _ALIGNED_BIAS if like.is_cuda else seen.shape[-1]
     bias = torch.zeros((*seen.shape[:-1], rows), dtype=like.dtype, device=like.device)[..., : seen.shape[-1]]
     return bias.masked_fill_(~seen, -torch.inf)

@@ -82,7 +82,7 @@ def fold_sinks(o_BHSE: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tuple
     """(o', lse') of o and lse, both in the accumulation dtype; themselves without sinks. A query that saw no key keeps
     o' = 0.
 
-    A sink is a key with value 0, one more partial result, which can be merged last, whichever ranks found the others:
+    A sink is a key with value 0, one more partial result, which can be merged last, whichever ranks made the others:
     lse' = log(exp(lse) + exp(sink)), o' = o · exp(lse − lse'). The backward of the keys is unchanged with (o', lse').
     """
     if sinks_H is None:

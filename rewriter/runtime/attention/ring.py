@@ -29,7 +29,7 @@ from torch import Tensor
 from rewriter.ir.ops import MaskSpec
 from rewriter.ir.sequence_plan import TokenRun, runs
 from rewriter.kernels import accumulation_dtype
-from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
+from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors, RankAttention
 from rewriter.runtime.attention.exchanges import RingExchange
 from rewriter.runtime.attention.partial_merge import Merger, unseen
 from rewriter.runtime.attention.tiles import Gradients, Visibility, tile_backward, tile_forward
@@ -152,3 +152,6 @@ def _tiles(call: AttentionCall, source: int, count: int) -> Iterator[_Tile]:
         queries, keys = TokenRun(0, 1, rows.stop - rows.start), TokenRun(0, 1, columns.stop)
         spec = MaskSpec("causal" if seen.causal and source == place else "bidirectional")
         yield _Tile(rows, columns, queries, keys, Visibility(spec, max(queries.count, keys.count)))
+
+
+RING = RankAttention(forward, backward)

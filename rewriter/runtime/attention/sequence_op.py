@@ -2,9 +2,9 @@
 full sequences, `rewriter::decode_attention` for tokens that follow them.
 
 Exchange of heads, the plan's algorithm, exchange back; where the plan quantizes keys and values, that comes first. The
-operator has a fake and a gradient, so that torch.compile sees one node; it finds its process groups by a string,
-`register`ed before. Saved for backward are q, k, v, o and lse of as many tokens as a rank holds (after the exchange of
-heads; keys and values where Alg. 1, line 1 of arXiv 2503.15758 moves them, quantized if they travel so), and the sinks.
+operator has a fake and a gradient, so that torch.compile sees one node; it finds its process groups by the key of a
+SequenceAxis. Saved for backward are q, k, v, o and lse of as many tokens as a rank holds (after the exchange of heads;
+keys and values where Alg. 1, line 1 of arXiv 2503.15758 moves them, quantized if they travel so), and the sinks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors,
 from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype, kernel_forward
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.partial_merge import fold_sinks, sinks_gradient
-from rewriter.runtime.attention.sequence_axis import axis
+from rewriter.runtime.attention.sequence_axis import axis_of
 from rewriter.runtime.attention.tiles import Visibility
 from rewriter.runtime.collectives.exchange import gather_start, messages_under_way
 
@@ -43,7 +43,7 @@ def sequence_attention(
 ) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys of all ranks that `mask` shows; o [B, H, S, E] of this rank's tokens.
 
-    q, k and v are those of the S tokens that this rank holds under the plan that `register` returned `key` for, of
+    q, k and v are those of the S tokens that this rank holds under the plan of the SequenceAxis whose key this is, of
     sequences of `length` tokens, padded at the right to a multiple of the plan's; padding gives 0 and no gradient.
     Query head h reads key/value head h // (H / K). Any floating dtype; scores, softmax and sums over tiles and ranks
     are fp32 (fp64 for fp64), what travels is of q's dtype.
@@ -54,7 +54,7 @@ def sequence_attention(
 
     Differentiable once, and under torch.compile(fullgraph=True). Backward keeps as many tokens as forward was given,
     nothing gathered, and sends and receives on all ranks: all must call it. Raises RewriterError, before anything is
-    sent, for a `key` that was not registered and for a dtype without a kernel.
+    sent, for a `key` without an axis and for a dtype without a kernel.
     """
     q, k, v = in_autocast_dtype(q_BHSD, k_BKSD, v_BKSE)
     o: Tensor = _forward(q, k, v, first_valid, segment_ids, sinks, key, *astuple(mask), scale, length)[0]
@@ -76,7 +76,7 @@ def _forward(
     length: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(o, lse, then q, k, v, o as backward wants them: empty where they are the operator's own arguments or result)."""
-    where = axis(key)
+    where = axis_of(key)
     check_kernels(q)
     quantized, nothing = where.quantized(k, v), q.new_empty(0)
     seen = _seen(kind, size, length, first_valid, segments)
@@ -101,7 +101,7 @@ def _forward(
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     key = rest[3]
-    where = axis(key)
+    where = axis_of(key)
     check_kernels(q)
     h, (batch, query_heads, tokens, _) = where.mesh.heads, q.shape
     kv_heads = max(k.shape[1] // h, 1)
@@ -139,7 +139,7 @@ def _backward(
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks, else this rank's part of the sum."""
-    where = axis(key)
+    where = axis_of(key)
     quantized = None
     if k.dtype == torch.uint8 and where.format is not None:
         quantized = QuantizedKV(where.format, q.shape[3], do.shape[3], q.dtype)
@@ -169,7 +169,7 @@ def _(do: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, first_valid, segments, sinks, *ctx.options = inputs
     o, lse, q_kept, k_kept, v_kept, o_kept = output
-    where = axis(ctx.options[0])
+    where = axis_of(ctx.options[0])
     ctx.kv_heads = k.shape[1]
     if not where.exchanges_heads:
         q_kept, o_kept = q, o
@@ -229,7 +229,7 @@ def decode_attention(
     head h reads key/value head h // (H / K). `visible`: boolean [B or 1, 1, S, T]; a rank may see nothing, but each
     query sees a key of some rank. `sinks` [H]: a logit per head that takes probability and returns nothing. Parts
     travel with o in the model's dtype and the log-sum-exp in fp32 (fp64 of fp64), and are merged in the latter. Without
-    gradient. Raises RewriterError for a `key` that was not registered.
+    gradient. Raises RewriterError for a `key` without an axis.
     """
     q, k, v = in_autocast_dtype(q_BHSD, k_BKTD, v_BKTE)
     o: Tensor = _decode(q, k, v, visible, sinks, key, scale)
@@ -244,7 +244,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | No
     rows = q.reshape(batch, k.shape[1], groups * queries, -1)
     o, lse = kernel_forward(rows, k, v, visible.repeat(1, 1, groups, 1), False, scale)
     part = o.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
-    o, lse = merge(gather_start(part, axis(key).group if key else None, "decode").wait())
+    o, lse = merge(gather_start(part, axis_of(key).group if key else None, "decode").wait())
     o, _ = fold_sinks(o, lse, sinks)
     return o.to(q.dtype)
 

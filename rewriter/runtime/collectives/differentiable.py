@@ -52,7 +52,7 @@ def all_reduce_start(
     inplace operation" instead of using the sum.
 
     With a `format`, an `x` of `min_bytes` bytes or more travels quantized (see `quantized_all_reduce_start`, which does
-    not work in place): all ranks decide alike, for they hold the same shape and dtype.
+    not work in place): all ranks decide the same, by shape and dtype.
     """
     if format is not None and x.nbytes >= min_bytes:
         return quantized_all_reduce_start(x, group, format=format, name=name)
@@ -62,7 +62,7 @@ def all_reduce_start(
         x = x.contiguous()
         observe("start", name, x, group)
         if (small := small_sum_start(x, group)) is not None:
-            return Pending(*small, name, group)
+            return Pending(x, small, name, group)
         work = dist.all_reduce(x.detach(), group=group, async_op=True)
         # c10d writes without telling autograd: without this a saved `x` would be read as the sum, silently.
         if not x.is_inference():
@@ -84,7 +84,7 @@ def all_reduce(
 
 
 def agreed(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`x`, which every rank computed alike from what entered by `copy_to_group`: the gradients sum to the value's."""
+    """`x`, which every rank computed from what entered by `copy_to_group`: the gradients sum to the value's."""
     if group is None or group.size() == 1:
         return x
     return with_gradient(x, backward=lambda gradient: gradient / group.size())
@@ -133,10 +133,10 @@ def once(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
 
 
 def share(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
-    """`x` divided by the number of ranks, so that a sum adds it once, each rank a part alike; None stays None.
+    """`x` divided by the number of ranks, so that a sum adds it once, each rank an equal part; None stays None.
 
     Unlike the result of `once` it may be read before the sum, where ranks differ: the gradient is that of every rank,
-    summed and divided alike.
+    summed and divided by their number.
     """
     if x is None or group is None or group.size() == 1:
         return x
@@ -145,7 +145,7 @@ def share(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Shared:
-    """Which rows of a full parameter this rank holds, where rows are held more than once.
+    """Rows of a full parameter that this rank holds, where rows are held more than once.
 
     `ranges` are half-open row ranges of the full size, in the order of the local rows; across ranks, and within one,
     they may overlap. KV heads that are replicated over ranks are the usual case.

@@ -78,7 +78,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def shapes(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Tensors:
-    """Tensors on the meta device that are like what `pack` makes of these, for `unpack`."""
+    """Tensors on the meta device that `unpack` takes for what `pack` makes of these."""
     return tuple(torch.empty_like(t, dtype=dtype, device="meta") for t, dtype in zip(tensors, dtypes, strict=True))
 
 
@@ -89,7 +89,7 @@ def unpack(buffer: Tensor, like: Sequence[Tensor]) -> Tensors:
 
 
 def _aligned(part: Tensor) -> Tensor:
-    """What follows another tensor may begin where its own dtype cannot be read, or kernels' vectors of 16 bytes."""
+    """`part`, copied where neither its dtype nor kernels' vectors of 16 bytes could be read from its place."""
     return part if part.storage_offset() % _VECTOR == 0 else part.clone()
 
 
@@ -102,10 +102,10 @@ def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: st
     if group is None:
         return Transfer([], lambda: [mine])
     size, own = sum(t.nbytes for t in mine), group.rank()
-    found = torch.empty(group.size(), size, dtype=torch.uint8, device=mine[0].device)
-    pack(mine, out=found[own])
-    arriving = gather_rows_start(found, group, name, axis)
-    return Transfer([arriving], lambda: [mine if r == own else unpack(row, mine) for r, row in enumerate(found)])
+    rows = torch.empty(group.size(), size, dtype=torch.uint8, device=mine[0].device)
+    pack(mine, out=rows[own])
+    arriving = gather_rows_start(rows, group, name, axis)
+    return Transfer([arriving], lambda: [mine if r == own else unpack(row, mine) for r, row in enumerate(rows)])
 
 
 def gather_rows_start(rows_PB: Tensor, group: ProcessGroup, name: str, axis: str = "") -> Transfer:
@@ -121,20 +121,6 @@ def gather_rows_start(rows_PB: Tensor, group: ProcessGroup, name: str, axis: str
     else:  # gloo's passes blocks on from rank to rank, and a pair of ranks sends in turns; see `_start`
         works = _all_to_all([rows[own]] * len(rows), rows, group)
     return Transfer(works, lambda: rows_PB)
-
-
-def all_to_all_rows_start(sent_PB: Tensor, group: ProcessGroup, name: str, axis: str = "") -> Transfer:
-    """Row r of bytes [P, B] goes to rank r; `wait` gives the rows that arrived, in rank order. One's own row neither
-    goes nor arrives: what the result holds there has no meaning."""
-    received_PB = torch.empty_like(sent_PB)
-    leaving, arriving = sent_PB.unbind(), received_PB.unbind()
-    others = sent_PB.nbytes - leaving[0].nbytes
-    observe("wire", name, sent_PB, group, others, others, axis)
-    if sent_PB.is_cuda:  # which copies the own row too, on the device
-        works = [dist.all_to_all_single(received_PB.view(-1), sent_PB.view(-1), group=group, async_op=True)]
-    else:
-        works = _all_to_all(leaving, arriving, group)
-    return Transfer(works, lambda: received_PB, (sent_PB,))
 
 
 def all_to_all_uneven_start(
@@ -169,7 +155,7 @@ def all_to_all_start(
 ) -> Transfer:
     """`parts[r]` goes to rank r of `group`; `wait` gives what each rank sent here, in rank order.
 
-    The parts for others are alike in shapes and dtypes, and travel in `dtypes` where these are given. The own part does
+    The parts for others have equal shapes and dtypes, and travel in `dtypes` where these are given. The own part does
     not travel and is given back as it is: it may be a sum that only others need rounded.
     """
     if group is None:

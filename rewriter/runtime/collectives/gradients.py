@@ -84,7 +84,7 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
     if x.is_leaf or torch.compiler.is_compiling():
         # In one step: FSDP2 reduces a layer's parameters once the gradients of its inputs are there, and would not see
-        # a later one; compiled graphs have an order of their own.
+        # a later one; compiled graphs have another order.
         return with_gradient(x, backward=summed)
     works: list[Any] = []  # the all-reduce of one backward pass, between its start and its wait
 

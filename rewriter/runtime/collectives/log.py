@@ -1,4 +1,4 @@
-"""What collectives did, in program order, for tests and benchmarks."""
+"""Log of collectives in program order, for tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,125 +1,57 @@
-"""Ways of small all-reduces and gathers that are faster than the backend's, and the choice between them.
+"""All-reduces and gathers of small CPU tensors through a socket between any two ranks, faster than gloo's.
 
-Between GPUs that NVLink joins it is one kernel that reads all ranks' memory: NCCL takes about 20 µs for the sum of a
-decode step, a kernel that reads symmetric memory about half (https://github.com/yifuwang/symm-mem-recipes). Torch's
-operator copies the tensor to this rank's symmetric buffer, waits for the peers, and adds all buffers in the order of
-ranks: all ranks get the same bits. Torch calls the interface alpha, and no GPU has measured it here, so that it is used
-only where REWRITER_SYMMETRIC_MEMORY=1 says so.
+Gloo has threads that pass a message on. Of a decode step's few kilobytes most of the time goes to waking them, and
+where a rank computes on all cores they wait for one (`benchmarks/small_sums.py`). Here a start hands the tensor to the
+kernel, once per peer, and a wait takes what all have sent and adds it in the order of ranks, so that all get the same
+bits. In between the kernel sends and receives by itself: what is under way needs no thread. Small tensors of many
+ranks go this way, and of two ranks all that the kernel's buffers hold: a ring sends as much in two rounds.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+import select
+import socket
+import struct
+import time
 import weakref
-from dataclasses import dataclass
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.runtime.collectives import shared_memory_sum, socket_sum
-from rewriter.runtime.collectives.shared_memory_sum import SharedMemorySum, SharedMemorySums
-from rewriter.runtime.collectives.socket_sum import SocketSum, SocketSums
+from rewriter.kernels import sum_into
+from rewriter.runtime.collectives.process_groups import of_all
 
-LARGEST = 256 * 1024  # bytes of a tensor that goes through symmetric memory
-_RANKS = range(2, 9)
-_ALIGNED = 16  # bytes: the kernel reads vectors of so many
-_DTYPES = (torch.bfloat16, torch.float32)
+LARGEST = 256 * 1024  # bytes that a rank sends: (P - 1) n of a tensor of n bytes, where a ring sends 2 n (P - 1) / P
+_PAIR_BUFFER = 4 << 20  # bytes of a socket of two ranks, each way, for which a ring saves nothing
+_BUFFER = 1 << 20  # of more ranks; of both the kernel may allow fewer (net.core.wmem_max and rmem_max)
+_UNDER_WAY = 2  # sums at once for which a buffer has room: of two blocks of a ladder
+_PATIENCE = 600.0  # seconds for a peer
+_CONNECT = 10.0  # seconds for a connection
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
-def why_not_symmetric(group: ProcessGroup, device: torch.device) -> str | None:
-    """Reason why sums of `group` do not go through symmetric memory; None where they can.
+def connect_small_sums(group: ProcessGroup | None, device: torch.device) -> bool:
+    """Connect all ranks of `group`, which call this together: from then on its small sums on a CPU go through sockets.
 
-    Equal on all its ranks, which run one program on one node.
+    False on all ranks where they take the backend's: on other devices, and where two of them have no connection.
     """
-    if os.environ.get("REWRITER_SYMMETRIC_MEMORY") != "1":
-        return "REWRITER_SYMMETRIC_MEMORY is not 1"
-    if device.type != "cuda" or "nccl" not in dist.get_backend(group):
-        return "the ranks are not on GPUs with NCCL"
-    if group.size() not in _RANKS:
-        return f"{group.size()} ranks, expected 2 to 8"
-    if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out"):
-        return "this torch has no symm_mem::one_shot_all_reduce_copy_out"
-    return None
+    if group is None or group.size() == 1 or device.type != "cpu" or (sums := _connect(group)) is None:
+        return False
+    _of_group[group] = sums
+    return True
 
 
-class SymmetricMemorySums:
-    """The symmetric buffers of `group`, one for each dtype. All ranks make it together: it is a rendezvous."""
-
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        self.name, self.device = group.group_name, device
-        self.buffers: dict[torch.dtype, Tensor] = {}
-        for dtype in _DTYPES:
-            buffer = symmetric_memory.empty(LARGEST // dtype.itemsize, dtype=dtype, device=device)
-            symmetric_memory.rendezvous(buffer, group)
-            self.buffers[dtype] = buffer
-        # All sums on one stream, one after the other, so that one buffer serves them; a small kernel must not queue
-        # behind a product's blocks.
-        self.stream = torch.cuda.Stream(device, priority=-1)
-
-    def takes(self, x: Tensor) -> bool:
-        return x.dtype in self.buffers and 0 < x.nbytes <= LARGEST and x.nbytes % _ALIGNED == 0
-
-    def start(self, x: Tensor) -> tuple[Tensor, SymmetricMemorySum]:
-        """Begin the sum of the contiguous `x`: (where it will be, what waits for it). Within a captured graph, too: the
-        other stream forks from this one, and joins it in the wait."""
-        out, current = torch.empty_like(x), torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            all_reduce_once(self.buffers[x.dtype][: x.numel()], x.view(-1), self.name, out.view(-1))
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return out, SymmetricMemorySum(x, arrived)
-
-
-@dataclass(eq=False)
-class SymmetricMemorySum:
-    """A sum between its start and its wait. It holds `x`, which is read until then."""
-
-    x: Tensor | None
-    arrived: torch.cuda.Event
-
-    def wait(self) -> bool:
-        """The current stream waits, not the host."""
-        assert self.x is not None, "a sum is awaited once"
-        torch.cuda.current_stream(self.x.device).wait_event(self.arrived)
-        self.x = None
-        return True
-
-
-def all_reduce_once(buffer: Tensor, x: Tensor, name: str, out: Tensor) -> None:
-    """Torch's operator: alpha, so it is called here alone."""
-    torch.ops.symm_mem.one_shot_all_reduce_copy_out(buffer, x, "sum", name, out)
-
-
-Sums = SharedMemorySums | SocketSums | SymmetricMemorySums
-Sum = SharedMemorySum | SocketSum | SymmetricMemorySum
-_of_group: weakref.WeakKeyDictionary[ProcessGroup, Sums] = weakref.WeakKeyDictionary()
-
-
-def choose_small_sums(group: ProcessGroup | None, device: torch.device) -> str:
-    """Find the fastest way for small sums of `group`; all its ranks call it together. Returns "shared memory",
-    "sockets", "symmetric memory" or "backend". A group for which this was not called takes its backend's."""
-    if group is None or group.size() == 1:
-        return "backend"
-    if device.type == "cpu" and shared_memory_sum.on_one_host(group):
-        _of_group[group] = SharedMemorySums(group)
-        return "shared memory"
-    if device.type == "cpu" and (sums := socket_sum.connect(group)) is not None:
-        _of_group[group] = sums
-        return "sockets"
-    if why_not_symmetric(group, device) is None:
-        _of_group[group] = SymmetricMemorySums(group, device)
-        return "symmetric memory"
-    return "backend"
-
-
-def small_sum_start(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Sum] | None:
-    """Begin the sum of the contiguous `x`: (the tensor that holds it after the wait, what waits for it). None where the
-    backend sums it: large tensors, and those with gradients, whose rules are about tensors that are summed in place."""
+def small_sum_start(x: Tensor, group: ProcessGroup) -> SocketSum | None:
+    """Begin the sum of the contiguous `x`, in place; the result has a `wait` like torch's Work. None where the backend
+    sums it: large tensors, and those with gradients, whose rules are about tensors that torch sums in place."""
     sums = _of_group.get(group)
     if sums is None or torch.is_grad_enabled() or not sums.takes(x):
         return None
@@ -129,6 +61,187 @@ def small_sum_start(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Sum] | None
 def small_gather(x: Tensor, group: ProcessGroup) -> list[Tensor] | None:
     """The contiguous `x` of every rank, in their order; None where the backend gathers it."""
     sums = _of_group.get(group)
-    if sums is None or isinstance(sums, SymmetricMemorySums) or not sums.takes(x):
+    return None if sums is None or not sums.takes(x) else sums.gather(x)
+
+
+def _connect(group: ProcessGroup) -> SocketSums | None:
+    if dist.get_backend(group) != "gloo":
         return None
-    return sums.gather(x)
+    listener, connections = None, {}
+    with suppress(OSError):
+        listener = socket.create_server((_own_address(), 0), backlog=group.size())
+    address = ("", 0) if listener is None else listener.getsockname()
+    told = of_all(group, (address, socket.gethostname(), secrets.token_bytes(16)))
+    addresses, hosts = [address for address, _, _ in told], {host for _, host, _ in told}
+    # a host's name may stand for its loopback, which is another one on every host
+    possible = all(ip and not (ip.startswith("127.") and len(hosts) > 1) for ip, _ in addresses)
+    if listener is not None:
+        with listener, suppress(OSError):
+            connections = _connected(listener, addresses, group.rank(), told[0][2]) if possible else {}
+    connected = len(connections) == group.size() - 1
+    room = min(of_all(group, min(map(_room, connections.values())) if connected else 0))
+    if room:
+        return SocketSums(connections, group.rank(), room // _UNDER_WAY)
+    for connection in connections.values():
+        connection.close()
+    return None
+
+
+@dataclass
+class _Peer:
+    """Another rank: what is still to go there and room for what is still to come, in the order of the sums, and how
+    many of each are through."""
+
+    connection: socket.socket
+    out: deque[memoryview] = field(default_factory=deque)
+    room: deque[memoryview] = field(default_factory=deque)
+    sent: int = 0
+    received: int = 0
+
+    def move(self) -> None:
+        """Send what the kernel takes and receive what it has. Raises OSError where the other rank has ended."""
+        try:
+            while self.out:
+                self.out[0] = self.out[0][self.connection.send(self.out[0]) :]
+                if not self.out[0]:
+                    self.out.popleft()
+                    self.sent += 1
+        except BlockingIOError:
+            pass
+        try:
+            while self.room:
+                count = self.connection.recv_into(self.room[0])
+                if not count:
+                    raise ConnectionResetError("it has closed the connection")
+                self.room[0] = self.room[0][count:]
+                if not self.room[0]:
+                    self.room.popleft()
+                    self.received += 1
+        except BlockingIOError:
+            pass
+
+
+class SocketSums:
+    """The other ranks of a group, in their order, each behind a connection. `largest` is how many bytes of a tensor the
+    kernel holds on their way."""
+
+    def __init__(self, connections: dict[int, socket.socket], rank: int, largest: int) -> None:
+        self.rank, self.number = rank, 0
+        self.largest = largest if len(connections) == 1 else min(largest, LARGEST // len(connections))
+        self.peers = {other: _Peer(connections[other]) for other in sorted(connections)}
+        for peer in self.peers.values():
+            peer.connection.setblocking(False)
+
+    def takes(self, x: Tensor) -> bool:
+        return 0 < x.nbytes <= self.largest and x.device.type == "cpu"
+
+    def start(self, x: Tensor) -> SocketSum:
+        return SocketSum(self, x, self._exchange(x), self.number)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        parts = self._exchange(x)
+        self.until(self.number)
+        return parts
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        """Begin to send `x` to all: room for every rank's, this rank's `x` itself."""
+        self.number += 1
+        parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(len(self.peers) + 1)]
+        for rank, peer in self.peers.items():
+            peer.out.append(_bytes(x))
+            peer.room.append(_bytes(parts[rank]))
+        self._move()
+        return parts
+
+    def until(self, number: int) -> None:
+        """Wait until the sum `number` is with all peers and theirs are here. Raises TimeoutError and ConnectionError,
+        which name the rank."""
+        begin = time.monotonic()
+        self._move()
+        while late := {n: p for n, p in self.peers.items() if min(p.sent, p.received) < number}:
+            poll = select.poll()  # unlike select, for any number of open files
+            for peer in late.values():
+                poll.register(peer.connection, select.POLLIN | (select.POLLOUT if peer.out else 0))
+            poll.poll(1000)
+            self._move()
+            if time.monotonic() - begin > _PATIENCE:
+                raise TimeoutError(f"all-reduce through sockets: rank {min(late)} did not come in {_PATIENCE:g} s")
+
+    def _move(self) -> None:
+        for other, peer in self.peers.items():
+            try:
+                peer.move()
+            except OSError as error:
+                raise ConnectionError(f"all-reduce through sockets: rank {other} has ended: {error}") from None
+
+
+@dataclass(eq=False)
+class SocketSum:
+    """A sum between its start and its wait."""
+
+    sums: SocketSums
+    x: Tensor
+    parts: list[Tensor]
+    number: int
+
+    def wait(self) -> bool:
+        self.sums.until(self.number)
+        sum_into(self.x, self.parts)
+        self.parts = []
+        return True
+
+
+_of_group: weakref.WeakKeyDictionary[ProcessGroup, SocketSums] = weakref.WeakKeyDictionary()
+
+
+def _bytes(x: Tensor) -> memoryview:
+    values: Any = x.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(values)
+
+
+def _room(connection: socket.socket) -> int:
+    """Bytes of a message that the kernel holds on its way. Linux tells twice of that, half for its own use."""
+    return min(connection.getsockopt(socket.SOL_SOCKET, buffer) // 2 for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF))
+
+
+def _own_address() -> str:
+    """Address of the interface that gloo is told to use, else of this host's name. Raises OSError without one."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if not interface:
+        return socket.gethostbyname(socket.gethostname())
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _connected(
+    listener: socket.socket, addresses: list[tuple[str, int]], rank: int, word: bytes
+) -> dict[int, socket.socket]:
+    """Connections to all other ranks: this one calls those before it and is called by those after it, who say the
+    `word` of this job and their number. Raises OSError."""
+    made = {}
+    listener.settimeout(_CONNECT)
+    try:
+        for other in range(rank):
+            made[other] = socket.create_connection(addresses[other], timeout=_CONNECT)
+            made[other].sendall(word + struct.pack("!I", rank))
+        while len(made) < len(addresses) - 1:
+            connection, _ = listener.accept()
+            connection.settimeout(_CONNECT)
+            said = connection.recv(len(word) + 4, socket.MSG_WAITALL)
+            if said[: len(word)] == word:
+                made[struct.unpack("!I", said[len(word) :])[0]] = connection
+            else:
+                connection.close()
+        for connection in made.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                size = _PAIR_BUFFER if len(addresses) == 2 else _BUFFER
+                connection.setsockopt(socket.SOL_SOCKET, buffer, size)
+    except BaseException:
+        for connection in made.values():
+            connection.close()
+        raise
+    return made

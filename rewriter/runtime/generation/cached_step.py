@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.compiled import Part
+from rewriter.runtime.compiled import ModulePart
 from rewriter.runtime.generation import step_cache
 from rewriter.runtime.generation.step_parts import (
-    Call,
     CompiledPart,
+    PartCall,
     in_place_of,
     parts_of,
     watched,
     why_no_parts,
 )
-from rewriter.runtime.loading.load import Origin
+from rewriter.runtime.loading import Origin
 
 # never: what is in the cache is used. background: what is not is compiled meanwhile, for models of LARGE bytes and
 # more. first: it is compiled before the second token.
@@ -37,7 +37,7 @@ _READY, _WAITING, _NEVER = 2, 1, 0
 
 
 def compile_steps(model: nn.Module, when: Compiling) -> None:
-    """When decode steps of `model`, which `load` made, are compiled that are not in the cache. Nothing, for others."""
+    """Set when decode steps of `model`, made by `load`, are compiled that are not in the cache."""
     origin: Origin | None = getattr(model, "origin", None)
     if origin is not None:
         vars(model)["origin"] = replace(origin, compiling=when)
@@ -46,9 +46,8 @@ def compile_steps(model: nn.Module, when: Compiling) -> None:
 class CachedStep:
     """Steps of one batch size, with one kind of cache. All ranks of `group` make and call it together.
 
-    The first step is watched: how its parts are called says which compiled ones stand in for them. `how` says what
-    computes a step, with the reason where it is not compiled; `seconds` is how long it was waited for a compilation,
-    and `note` what the user might want to know.
+    The first step is watched: the calls of its parts say which compiled ones replace them. `how` names what computes a
+    step, with the reason where it is not compiled; `seconds` were spent waiting for a compilation; `note` is for users.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class CachedStep:
         self._steps = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._folder, self._key = Path(), ""
-        self._parts: list[Part] = []
-        self._calls: Mapping[str, Call] = {}
+        self._parts: list[ModulePart] = []
+        self._calls: Mapping[str, PartCall] = {}
         self._compiled: list[CompiledPart] | None = None
 
     def logits(self, *inputs: Any) -> Tensor:
@@ -92,7 +91,7 @@ class CachedStep:
         return self._note
 
     def _agree(self, own: int) -> None:
-        """Change over where all ranks can, and give up where one does."""
+        """Change over once all ranks can, and give up if one does."""
         if self._group is not None and self._group.size() > 1:
             votes = torch.tensor([own])
             dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
@@ -105,24 +104,24 @@ class CachedStep:
         elif own == _WAITING:
             self.how = "eager: being compiled"
 
-    def _begin(self, parts: Sequence[Part], calls: Mapping[str, Call]) -> int:
+    def _begin(self, parts: Sequence[ModulePart], calls: Mapping[str, PartCall]) -> int:
         if (reason := why_no_parts(self._model)) is not None:
             return self._never(reason)
         self._parts, self._calls = list(parts), calls
         self._folder = step_cache.cache_folder()
         spec = self._spec()
         self._key = step_cache.key_of(spec)
-        return _READY if self._found() else self._start(spec)
+        return _READY if self._taken() else self._start(spec)
 
     def _told(self, look: Callable[[], int]) -> int:
-        """The state that `look` finds; an error keeps the step eager. One rank must not leave the others alone."""
+        """The result of `look`; an error keeps the step eager: one rank must not leave the others alone."""
         try:
             return look()
         except (RewriterError, OSError) as error:
             return self._never(str(error), tell=self._origin.compiling != "never")
 
     def _spec(self) -> dict[str, Any]:
-        """What a compiled step depends on besides the machine, and what is needed to compile it but where it is."""
+        """All that a compiled step depends on besides the machine, which is also all that compiles it but a folder."""
         versions = [torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()]
         place = (dist.get_rank(), dist.get_world_size()) if self._group is not None else (0, 1)
         modules = [(path, type(module).__qualname__) for path, module in self._model.named_modules()]
@@ -153,9 +152,9 @@ class CachedStep:
         return self._look()
 
     def _look(self) -> int:
-        """The state after a look at what is compiled meanwhile."""
+        """The state, by what was compiled meanwhile."""
         ended = self._process is None or self._process.poll() is not None
-        if self._compiled is not None or self._found():
+        if self._compiled is not None or self._taken():
             return _READY
         if not ended:
             return _WAITING
@@ -163,8 +162,8 @@ class CachedStep:
         log = self._folder / f"{self._key}.log"
         return self._never(f"the decode step could not be compiled: {why} (more in {log})", tell=True)
 
-    def _found(self) -> bool:
-        """Take the compiled parts from the cache, if they are there."""
+    def _taken(self) -> bool:
+        """Take the compiled parts from the cache; False if they are not there."""
         files = step_cache.find(self._folder, self._key)
         if files is None:
             return False
@@ -185,8 +184,8 @@ class CachedStep:
 
 
 def _loaded(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-    """What runs a library of AOTInductor. The class is what torch._inductor.aoti_load_package wraps: that one imports
-    Dynamo and Inductor, which takes seconds, and unpacks a copy into /tmp, which a kill would leave there."""
+    """Function that runs a library of AOTInductor. torch._inductor.aoti_load_package, which wraps the same class,
+    imports Dynamo and Inductor, which takes seconds, and unpacks a copy into /tmp, which a kill would leave there."""
     try:
         library = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
     except (RuntimeError, AttributeError) as error:

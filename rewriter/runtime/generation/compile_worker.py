@@ -25,7 +25,7 @@ from zipfile import ZipFile
 from rewriter.runtime.generation import step_cache
 
 LIMIT_SECONDS = 1800
-_NICE = 10  # a tenth of what a process without it gets; at 19 it would stand still beside one that computes
+_NICE = 10  # a tenth of what a process without it gets; at 19 it would stand still while another computes
 _PLAIN = ("aten", "prims", "_operator", "math")  # where operators come from that keep to themselves
 
 
@@ -48,27 +48,27 @@ def _compiled(spec: Mapping[str, Any], folder: Path, scratch: Path) -> dict[str,
     """By name of a part its file in `folder`, and whether it returns one tensor."""
     import torch
 
-    from rewriter.runtime.generation.step_parts import Call, parts_of, structure
+    from rewriter.runtime.generation.step_parts import PartCall, parts_of, structure
 
     torch.set_num_threads(spec["threads"])
     model = _skeleton(spec)
-    calls = {name: Call.read(said) for name, said in spec["calls"].items()}
-    found: dict[str, tuple[str, bool]] = {}
-    alike: dict[object, tuple[str, bool] | None] = {}
+    calls = {name: PartCall.read(said) for name, said in spec["calls"].items()}
+    made: dict[str, tuple[str, bool]] = {}
+    by_kind: dict[object, tuple[str, bool] | None] = {}
     for part in parts_of(model):
         if (call := calls.get(part.name)) is None:
             continue
         kind = (structure(part), call)
-        if kind not in alike:
+        if kind not in by_kind:
             try:
                 traced = _traced(part, call)
-            except Exception as error:  # whatever tracing meets: this part stays as it is
+            except Exception as error:  # of any kind: this part stays as it is
                 sys.stderr.write(f"{part.name} is not compiled: {error}\n")
                 traced = None
-            alike[kind] = None if traced is None else (_package(traced[0], folder, scratch), traced[1])
-        if (made := alike[kind]) is not None:
-            found[part.name] = made
-    return found
+            by_kind[kind] = None if traced is None else (_package(traced[0], folder, scratch), traced[1])
+        if (compiled := by_kind[kind]) is not None:
+            made[part.name] = compiled
+    return made
 
 
 def _skeleton(spec: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def _skeleton(spec: Mapping[str, Any]) -> Any:
     torch's "fake" backend, which it makes for tests of one process."""
     import torch.distributed as dist
 
-    from rewriter.runtime.loading.load import skeleton
+    from rewriter.runtime.loading import skeleton
 
     if spec["world"] > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -89,7 +89,7 @@ def _skeleton(spec: Mapping[str, Any]) -> Any:
 
 
 def _traced(part: Any, call: Any) -> tuple[Any, bool]:
-    """The graph of a part, and whether it returns one tensor. Raises whatever tracing meets."""
+    """The graph of a part, and whether it returns one tensor. Raises what tracing does."""
     import torch
     from torch import Tensor, nn
 
@@ -107,13 +107,13 @@ def _traced(part: Any, call: Any) -> tuple[Any, bool]:
         def forward(self, arguments: list[Any]) -> Any:
             return getattr(self.part, part.method)(*arguments)
 
-    class Step(nn.Module):
+    class FlatStep(nn.Module):
         def forward(self, inputs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
             given = (call.arguments(inputs, part.slots),)
             with Reductions():
-                found = torch.func.functional_call(holder, dict(zip(names, weights, strict=True)), given)
-            single[0] = isinstance(found, Tensor)
-            outputs = [found] if single[0] else list(found)
+                result = torch.func.functional_call(holder, dict(zip(names, weights, strict=True)), given)
+            single[0] = isinstance(result, Tensor)
+            outputs = [result] if single[0] else list(result)
             if not all(isinstance(x, Tensor) for x in outputs):
                 raise TypeError("it returns other things than tensors")
             return outputs
@@ -126,7 +126,7 @@ def _traced(part: Any, call: Any) -> tuple[Any, bool]:
     growing = {2: torch.export.Dim.DYNAMIC}
     shapes = ([growing if x.grows else None for x in call.inputs], [None for _ in call.weights])
     with torch.no_grad():
-        program = torch.export.export(Step(), tuple(given), dynamic_shapes=shapes, strict=False)
+        program = torch.export.export(FlatStep(), tuple(given), dynamic_shapes=shapes, strict=False)
     for node in program.graph.nodes:
         if node.op == "call_function" and _origin(node.target) not in _PLAIN:
             raise TypeError(f"it calls {node.target}")

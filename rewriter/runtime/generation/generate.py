@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_positions, check_tokens
 from rewriter.runtime.context import Context, positions
-from rewriter.runtime.generation.decode_state import DecodeState, Sampling
-from rewriter.runtime.generation.decode_step import PREFILL_CHUNK, DecodeStep, decode_step
+from rewriter.runtime.generation.decode_step import PREFILL_CHUNK, DecodeState, DecodeStep, Sampling, decode_step
 from rewriter.runtime.replicas import Replicas
 from rewriter.runtime.streams import host_waits
 
@@ -47,14 +46,11 @@ def generate(
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to and including its end-of-sequence token.
 
-    Greedy at temperature 0, which equals transformers' `generate(do_sample=False)`; else sampled from softmax(logits
-    / temperature) cut to the `top_k` likeliest and then to the likeliest whose probabilities reach `top_p`, as
-    transformers orders them. Every rank of `group` (default: those of this rank's replica of the model) calls this with
-    the same arguments; the first rank's choice is sent to the others, so that ranks cannot part ways over rounding.
-    Prompts are computed `prefill_chunk` tokens at a time, which bounds the memory that they take. The cache and what is
-    compiled for it stay with the model for its next generation. `use_cache=False` recomputes everything for each token.
-    Where the model shards tokens over ranks, prompts are computed so, and their keys and values stay where they are:
-    see `SequenceCache`.
+    Greedy at temperature 0, which equals transformers' `generate(do_sample=False)`; else drawn: see `Sampling`. Every
+    rank of `group` (default: those of this rank's replica of the model) calls this with the same arguments; the first
+    rank's choice is sent to the others, so that ranks cannot part ways over rounding. Prompts are computed
+    `prefill_chunk` tokens at a time, which bounds the memory that they take. The cache and what is compiled for it stay
+    with the model for its next generation. `use_cache=False` recomputes everything for each token.
 
     On the first rank, `on_token(prompt, token)` is called with every token as soon as it is chosen, `prompt` being an
     index into `prompts`. Where it returns True, that prompt ends with this token, on all ranks.
@@ -127,8 +123,8 @@ class _WithoutCache(DecodeState):
 
 
 def tokens_between_polls(device: torch.device) -> int:
-    """After how many tokens the host asks whether all prompts have ended. The same on all ranks, which stop together;
-    what is made beyond the ends is left out. On a CPU to ask costs nothing."""
+    """Number of tokens after which the host asks whether all prompts have ended: the same on all ranks, which stop
+    together. What is made beyond the ends is left out. On a CPU to ask costs nothing."""
     return 1 if device.type == "cpu" else 16
 
 
@@ -160,7 +156,7 @@ def _stopped(on_token: Callable[[int, int], bool], state: DecodeState) -> Tensor
 
 
 def _tokens(state: DecodeState) -> list[list[int]]:
-    """What was produced. Raises RewriterError where logits were no numbers."""
+    """The produced tokens. Raises RewriterError where logits were no numbers."""
     broken = [row for row, is_broken in enumerate(state.broken.tolist()) if is_broken]
     if broken:
         raise RewriterError(

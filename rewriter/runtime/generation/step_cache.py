@@ -39,7 +39,7 @@ _COMPUTING = ("ir", "kernels", "runtime")  # rooms whose code is in a compiled s
 
 
 def cache_folder() -> Path:
-    """Where the cache is, or would be. Raises RewriterError where others can write to it: its files are code that this
+    """Folder of the cache, made or not. Raises RewriterError where others can write to it: its files are code that this
     process runs."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
@@ -49,9 +49,9 @@ def cache_folder() -> Path:
     folder = base / "rewriter" / "decode-steps"
     for place in (folder, folder.parent):  # who can write to the one above could put another in its place
         with suppress(OSError):
-            found = place.stat()
+            status = place.stat()
             others = stat.S_IWOTH | (stat.S_IWGRP if place == folder else 0)  # groups of one user are common
-            if found.st_uid not in (os.getuid(), 0) or found.st_mode & others:
+            if status.st_uid not in (os.getuid(), 0) or status.st_mode & others:
                 raise RewriterError(f"{place}: other users can write to it. Make it your own (chmod 700), or remove it")
     return folder
 
@@ -115,7 +115,7 @@ def compiler() -> str | None:
 def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, background: bool) -> subprocess.Popen[bytes]:
     """A process that compiles the step of `key`, for which one process of this user at a time does so.
 
-    In the background it has a session of its own, in which it goes on when this process ends, and gives way to all
+    In the background it has another session, in which it goes on when this process ends, and gives way to all
     others.
     """
     (folder / f"{key}.failed").unlink(missing_ok=True)
@@ -123,8 +123,8 @@ def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, backgrou
     words = ["background"] if background else []
     command = [sys.executable, *WORKER, str(folder / f"{key}.spec.json"), *words]
     own = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # more would be processes that wait
-    if (found := compiler()) is not None:
-        own["CXX"] = found
+    if (program := compiler()) is not None:
+        own["CXX"] = program
     with (folder / f"{key}.log").open("ab") as log:
         return subprocess.Popen(
             command,
@@ -137,7 +137,7 @@ def start_compiling(folder: Path, key: str, spec: Mapping[str, Any], *, backgrou
 
 
 def failure(folder: Path, key: str) -> str | None:
-    """Why `key` could not be compiled, in a line; None where nobody tried, or who did was killed."""
+    """Reason why `key` could not be compiled; None where nobody tried, or who did was killed."""
     with suppress(OSError):
         return (folder / f"{key}.failed").read_text(encoding="utf-8", errors="replace")
     return None

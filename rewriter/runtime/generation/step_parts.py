@@ -1,7 +1,6 @@
-"""The parts of a decode step that are compiled each on its own: segments between collectives, and products outside of
-them.
+"""The parts of a decode step that are compiled separately: segments between collectives, and products outside of them.
 
-A part's inputs are tensors alone, in an order that `Call` says: its arguments, of a context what it reads, and its
+A part's inputs are tensors alone, in the order of `PartCall`: its arguments, of a context what it reads, and its
 weights. Layers that differ only in their tensors are one compiled part, and ranks communicate outside of all of them.
 """
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rewriter.runtime.cache import StaticCache
-from rewriter.runtime.compiled import Part, segments_of
+from rewriter.runtime.compiled import ModulePart, segments_of
 from rewriter.runtime.context import Context
 
 # Entries of a cache in the example that is traced: fewer than there are, since those of a whole cache lie side by side.
@@ -29,16 +28,16 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def weights_of(part: Part) -> list[Tensor]:
+def weights_of(part: ModulePart) -> list[Tensor]:
     return [x.detach() for x in tensors_of(part.module).values()]
 
 
-def parts_of(model: nn.Module) -> list[Part]:
+def parts_of(model: nn.Module) -> list[ModulePart]:
     """The segments of `model`, and the linear layers outside of modules with segments."""
     segments = segments_of(model)
     within = {id(module) for part in segments for module in part.module.modules()}
     linear = [
-        Part(path, module, "forward")
+        ModulePart(path, module, "forward")
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and id(module) not in within
     ]
@@ -46,7 +45,7 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 
 def why_no_parts(model: nn.Module) -> str | None:
-    """Why parts of `model` cannot stand in for its own code; None where they can."""
+    """Reason why parts of `model` cannot replace its code; None where they can."""
     for path, module in model.named_modules():
         if any(vars(module).get(hooks) for hooks in _HOOKS):
             return f"{path or 'the model'} has hooks"
@@ -61,7 +60,7 @@ def why_no_parts(model: nn.Module) -> str | None:
 
 
 @dataclass(frozen=True)
-class Input:
+class PartInput:
     """shape, strides and dtype of a tensor; `grows`: its third dimension is as many entries of a cache as a step looks
     at, of as many as there are. Neither number is this one's, and no compiled part depends on them."""
 
@@ -71,34 +70,34 @@ class Input:
     grows: bool = False
 
     @staticmethod
-    def of(x: Tensor, grows: bool = False) -> Input:
+    def of(x: Tensor, grows: bool = False) -> PartInput:
         shape, strides = tuple(x.shape), tuple(x.stride())
         if grows:
             batch, heads, _, width = shape
             shape = (batch, heads, _LOOKED_AT, width)
             strides = (heads * _THERE * width, _THERE * width, width, 1)
-        return Input(shape, strides, str(x.dtype).removeprefix("torch."), grows)
+        return PartInput(shape, strides, str(x.dtype).removeprefix("torch."), grows)
 
     def fits(self, x: Tensor) -> bool:
         return x.shape == self.shape and x.stride() == self.strides
 
     @staticmethod
-    def read(said: Mapping[str, Any]) -> Input:
-        return Input(tuple(said["shape"]), tuple(said["strides"]), said["dtype"], said["grows"])
+    def read(said: Mapping[str, Any]) -> PartInput:
+        return PartInput(tuple(said["shape"]), tuple(said["strides"]), said["dtype"], said["grows"])
 
 
 @dataclass(frozen=True)
-class Call:
-    """How a part is called in every step. `kinds`: "tensor", "context" or "none" by argument; `rings`: which of its
-    slots are; `inputs`: those that its arguments give; `weights`: the module's."""
+class PartCall:
+    """A part's call in every step. `kinds`: "tensor", "context" or "none" by argument; `rings`: True for its slots that
+    are rings; `inputs`: those that its arguments give; `weights`: the module's."""
 
     kinds: tuple[str, ...]
     rings: tuple[bool, ...]
-    inputs: tuple[Input, ...]
-    weights: tuple[Input, ...]
+    inputs: tuple[PartInput, ...]
+    weights: tuple[PartInput, ...]
 
     @staticmethod
-    def of(part: Part, arguments: Sequence[Any]) -> Call | None:
+    def of(part: ModulePart, arguments: Sequence[Any]) -> PartCall | None:
         """None for arguments that compiled code does not take."""
         kinds, rings, inputs = [], [], []
         for argument in arguments:
@@ -110,29 +109,29 @@ class Call:
                 rings += [argument.cache.rings[slot] for slot in part.slots]
         flat = _flat(arguments, part.slots)
         grows = _growing(kinds, rings)
-        inputs = [Input.of(x, g) for x, g in zip(flat, grows, strict=True)]
-        return Call(tuple(kinds), tuple(rings), tuple(inputs), tuple(Input.of(x) for x in weights_of(part)))
+        inputs = [PartInput.of(x, g) for x, g in zip(flat, grows, strict=True)]
+        return PartCall(tuple(kinds), tuple(rings), tuple(inputs), tuple(PartInput.of(x) for x in weights_of(part)))
 
     @staticmethod
-    def read(said: Mapping[str, Any]) -> Call:
-        inputs, weights = ([Input.read(x) for x in said[name]] for name in ("inputs", "weights"))
-        return Call(tuple(said["kinds"]), tuple(said["rings"]), tuple(inputs), tuple(weights))
+    def read(said: Mapping[str, Any]) -> PartCall:
+        inputs, weights = ([PartInput.read(x) for x in said[name]] for name in ("inputs", "weights"))
+        return PartCall(tuple(said["kinds"]), tuple(said["rings"]), tuple(inputs), tuple(weights))
 
     def arguments(self, inputs: Sequence[Tensor], slots: Sequence[int]) -> list[Any]:
         """The arguments again, of `inputs` as `of` makes them: the reverse of what a compiled part is given."""
         rest: Iterator[Any] = iter(inputs)
-        found: list[Any] = []
+        arguments: list[Any] = []
         for kind in self.kinds:
             if kind != "context":
-                found.append(next(rest) if kind == "tensor" else None)
+                arguments.append(next(rest) if kind == "tensor" else None)
                 continue
             position, first_valid = next(rest), next(rest)
             cache: Any = object.__new__(StaticCache)
             cache.only_slot, cache.rings = False, dict(zip(slots, self.rings, strict=True))
             cache.keys = {slot: next(rest) for slot in slots}
             cache.values = {slot: next(rest) for slot in slots}
-            found.append(Context(cache, position, first_valid))
-        return found
+            arguments.append(Context(cache, position, first_valid))
+        return arguments
 
 
 def _kind(argument: Any) -> Any:
@@ -145,30 +144,29 @@ def _kind(argument: Any) -> Any:
 
 
 def _flat(arguments: Sequence[Any], slots: Sequence[int]) -> list[Tensor]:
-    found: list[Any] = []
+    flat: list[Any] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
-            found.append(argument)
+            flat.append(argument)
         elif argument is not None:
-            cache = argument.cache
-            found += [argument.position, argument.first_valid]
-            found += [cache.keys[slot] for slot in slots]
-            found += [cache.values[slot] for slot in slots]
-    return found
+            keys, values = argument.cache.keys, argument.cache.values
+            flat += [argument.position, argument.first_valid, *map(keys.__getitem__, slots)]
+            flat += map(values.__getitem__, slots)
+    return flat
 
 
 def _growing(kinds: Sequence[Any], rings: Sequence[bool]) -> list[bool]:
-    found: list[bool] = []
-    for kind in kinds:
-        entries = [not ring for ring in rings]
-        found += {"tensor": [False], "none": []}.get(kind, [False, False, *entries, *entries])
-    return found
+    entries = [not ring for ring in rings]
+    of_kind = {"tensor": [False], "none": [], "context": [False, False, *entries, *entries]}
+    return [grows for kind in kinds for grows in of_kind[kind]]
 
 
 class CompiledPart:
-    """Stands in for a part's method. A call of another kind than it was compiled for runs the method itself."""
+    """Replaces a part's method. A call of another kind than it was compiled for runs the method itself."""
 
-    def __init__(self, part: Part, call: Call, run: Callable[[list[Tensor]], list[Tensor]], single: bool) -> None:
+    def __init__(
+        self, part: ModulePart, call: PartCall, run: Callable[[list[Tensor]], list[Tensor]], single: bool
+    ) -> None:
         self._plain = getattr(part.module, part.method)
         self._call, self._run, self._single, self._slots = call, run, single, part.slots
         self._fixed = [(i, x) for i, x in enumerate(call.inputs) if not x.grows]
@@ -181,12 +179,12 @@ class CompiledPart:
         inputs = _flat(arguments, self._slots)
         if not all(x.fits(inputs[i]) for i, x in self._fixed):
             return self._plain(*arguments)
-        found = self._run([*inputs, *self._weights])
-        return found[0] if self._single else tuple(found)
+        outputs = self._run([*inputs, *self._weights])
+        return outputs[0] if self._single else tuple(outputs)
 
 
 @contextmanager
-def in_place_of(parts: Sequence[Part], calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
+def in_place_of(parts: Sequence[ModulePart], calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
     """Within it, `calls` are called in place of the parts' methods."""
     for part, call in zip(parts, calls, strict=True):
         vars(part.module)[part.method] = call
@@ -198,40 +196,39 @@ def in_place_of(parts: Sequence[Part], calls: Sequence[Callable[..., Any]]) -> I
 
 
 @contextmanager
-def watched(parts: Sequence[Part]) -> Iterator[dict[str, Call]]:
-    """How each of `parts` is called within it, by name; those that are not called, or not so that they could be
-    compiled, are left out."""
-    found: dict[str, Call | None] = {}
+def watched(parts: Sequence[ModulePart]) -> Iterator[dict[str, PartCall]]:
+    """The calls of `parts` within it, by name; without parts that are not called, or cannot be compiled so."""
+    seen: dict[str, PartCall | None] = {}
 
-    def watch(part: Part) -> Callable[..., Any]:
+    def watch(part: ModulePart) -> Callable[..., Any]:
         plain = getattr(part.module, part.method)
 
         def run(*arguments: Any, **named: Any) -> Any:
-            call = Call.of(part, arguments) if not named else None
-            if part.name in found and found[part.name] != call:
+            call = PartCall.of(part, arguments) if not named else None
+            if part.name in seen and seen[part.name] != call:
                 call = None  # called in two ways
-            found[part.name] = call
+            seen[part.name] = call
             return plain(*arguments, **named)
 
         return run
 
-    calls: dict[str, Call] = {}
+    calls: dict[str, PartCall] = {}
     with in_place_of(parts, [watch(part) for part in parts]):
         yield calls
-    calls |= {name: call for name, call in found.items() if call is not None}
+    calls |= {name: call for name, call in seen.items() if call is not None}
 
 
-def structure(part: Part) -> tuple[object, ...]:
+def structure(part: ModulePart) -> tuple[object, ...]:
     """Equal for parts that are the same computation of their inputs: modules of the same classes with the same
     attributes, but for their tensors and the numbers of their slots."""
     ordinary = vars(nn.Module())
-    found: list[object] = [part.method]
+    parts: list[object] = [part.method]
     for path, module in part.module.named_modules():
         own = {name: _comparable(x) for name, x in vars(module).items() if name not in ordinary}
         if isinstance(slot := own.get("slot"), int):
             own["slot"] = part.slots.index(slot)
-        found.append((path, type(module), tuple(sorted(own.items(), key=lambda item: item[0]))))
-    return tuple(found)
+        parts.append((path, type(module), tuple(sorted(own.items(), key=lambda item: item[0]))))
+    return tuple(parts)
 
 
 def _comparable(x: Any) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Generation:
-    """What follows one prompt.
+    """The text that follows one prompt.
 
     `text`: without special tokens, up to the first stop string, or all. `tokens`: their ids, with the one that ended
     the text: an end of sequence, or the last of a stop string. `seconds_to_first_token`: from the start of the prefill;
@@ -78,6 +78,6 @@ class TextStream:
         return str(after[len(before) :])
 
     def _possible_stop(self) -> int:
-        """How many characters at the end of what waits begin a stop string."""
+        """Number of characters at the end of the waiting text that begin a stop string."""
         lengths = (n for word in self._stop for n in range(1, len(word)) if self._waiting.endswith(word[:n]))
         return max(lengths, default=0)

@@ -38,7 +38,7 @@ def launch(
     timeout: float | None = None,
     on_token: Listener | None = None,
 ) -> dict[str, Any]:
-    """What `ranks` processes generate with the output in `directory`, one prompt after another.
+    """Generate with the output in `directory` on `ranks` processes, one prompt after another.
 
     `request`: "prompts", lists of token ids, and arguments of `rewriter.runtime.generate`. Returns for each prompt its
     new "tokens", and for each of them "seconds" and "compiling", as `on_token` gets them while it is made; ranks may be
@@ -55,22 +55,22 @@ def launch(
     spec = {"directory": where, "request": dict(request)}
     command = [sys.executable, "-m", "rewriter.runtime.generation.worker", where]
     stream = _Stream(len(request["prompts"]), on_token or (lambda *_: False))
-    found = run_ranks(
+    answers = run_ranks(
         command, spec, range(ranks), timeout=timeout, about=f"{directory}: ", variables=placed(ranks), tick=stream.read
     )
-    notes = found[0].pop("notes")
-    return {**stream.rest(found[0]), "notes": notes}
+    notes = answers[0].pop("notes")
+    return {**stream.rest(answers[0]), "notes": notes}
 
 
 class _Stream:
-    """How many tokens of each prompt the listener has had, and of which prompts it wants no more."""
+    """Passes tokens on to the listener, which has had `_counts` of each prompt and wants no more of `_ended` ones."""
 
     def __init__(self, prompts: int, listener: Listener) -> None:
         self._counts, self._ended, self._listener = [0] * prompts, [False] * prompts, listener
         self._position = 0
 
     def read(self, scratch: Path) -> None:
-        """What the first rank has added to its file since the last call."""
+        """Pass on what the first rank has added to its file since the last call."""
         if not (scratch / "tokens").exists():
             return
         with (scratch / "tokens").open("rb") as file:
@@ -108,7 +108,7 @@ def _generate(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     from rewriter.runtime.generation.cached_step import compile_steps
     from rewriter.runtime.generation.decode_step import compilation
     from rewriter.runtime.generation.generate import generate
-    from rewriter.runtime.loading.load import load
+    from rewriter.runtime.loading import load
 
     begin = time.perf_counter()
     scratch, options = Path(spec["scratch"]), dict(spec["request"])

@@ -1,7 +1,8 @@
-"""Steps of each rank (quantize, send, sum, send on), chunk by chunk, as schedules for `schedule_worker`.
+"""Steps of each rank (quantize, send, sum, send on) as schedules: generators that start a message, yield it, and are
+resumed once it has arrived.
 
 Y nodes × X local ranks; this is local rank l of node y. Shape suffixes: P = Y · X ranks, R rows, N elements of a slice,
-C of a chunk of it, B bytes of a payload.
+B bytes of a payload.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from rewriter.kernels import (
 )
 from rewriter.kernels.blocks import mix
 from rewriter.runtime.collectives.exchange import Transfer
-from rewriter.runtime.quantized.schedule_worker import Schedule
 from rewriter.runtime.quantized.topology import Topology
 
+Schedule = Generator[Transfer, None, None]
 Parsed = TypeVar("Parsed", Format, tuple[Format, Format])
 
 
@@ -39,16 +40,15 @@ def known_format(name: str | Format, about: str, parse: Callable[[str | Format],
         raise RewriterError(f"{about}: {error}") from None
 
 
-_DITHERED = 3  # messages of a chunk: inside the node, between nodes, and what is gathered
+_DITHERED = 3  # messages of a collective: inside the node, between nodes, and what is gathered
 
 
 @dataclass(frozen=True)
 class StepFormats:
-    """The formats inside a node and between nodes; slices and chunks are multiples of `block`."""
+    """The formats inside a node and between nodes."""
 
     intra: Format
     inter: Format
-    block: int
 
 
 def step_formats(formats: str | Format, topology: Topology, name: str) -> StepFormats:
@@ -62,34 +62,26 @@ def step_formats(formats: str | Format, topology: Topology, name: str) -> StepFo
             f'{name}: "{formats}" is a format inside nodes and one between them, but there is one group of '
             f"{topology.ranks} ranks. Give one format, or a mesh of two dimensions: nodes, then the ranks of a node"
         )
-    block = max(intra.block, inter.block)  # both are powers of two
     if topology.inter.ranks == 1:
         inter = intra
     if topology.intra.ranks == 1:
         intra = inter
-    return StepFormats(intra, inter, block)
-
-
-def chunks(n: int, stages: int, block: int) -> list[slice]:
-    """At most `stages` parts of a slice of n elements, multiples of `block` except for the last."""
-    size = max(-(-n // (stages * block)) * block, block)
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+    return StepFormats(intra, inter)
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """One chunk of a collective: the ranks, the formats, the name, and the seeds of its messages.
+class QuantizedCall:
+    """One collective: the ranks, the formats, the name, and the seeds of its messages.
 
     Messages whose errors may be summed have different seeds: a message is dithered with the seed of its step + the
     sender's rank on the axis. None where nothing is dithered. They follow a hash of the collective's `seed`: those of
-    another, with more chunks or fewer, would else be the same.
+    another would else be the same.
     """
 
     topology: Topology
     formats: StepFormats
     name: str = ""
     seed: int | None = None
-    index: int = 0
 
     @property
     def intra_seed(self) -> int | None:
@@ -101,7 +93,7 @@ class Chunk:
 
     @property
     def gather_seed(self) -> int | None:
-        """Of local rank 0 of node 0; that of local rank l of node y is larger by l · Y + y."""
+        """Seed of local rank 0 of node 0; that of local rank l of node y is larger by l · Y + y."""
         return self._seed(2, 0)
 
     @property
@@ -112,7 +104,7 @@ class Chunk:
     def _seed(self, message: int, first: int) -> int | None:
         if self.seed is None:
             return None
-        return mix((self.seed * _DITHERED + message) & 0xFFFFFFFF) + self.index * self.topology.ranks + first
+        return mix((self.seed * _DITHERED + message) & 0xFFFFFFFF) + first
 
 
 def plus(seed: int | None, rank: int) -> int | None:
@@ -122,19 +114,19 @@ def plus(seed: int | None, rank: int) -> int | None:
 
 @dataclass(frozen=True)
 class Summands:
-    """The parts [P, R, C] of a sum: payloads of others, and one's own, which is exact."""
+    """The parts [P, R, N] of a sum: payloads of others, and one's own, which is exact."""
 
     payload_PRB: Tensor
     format: Format
     seed: int | None
     own: int
-    own_RC: Tensor
+    own_RN: Tensor
 
     def rows(self, some: slice) -> Summands:
-        return replace(self, payload_PRB=self.payload_PRB[:, some], own_RC=self.own_RC[some])
+        return replace(self, payload_PRB=self.payload_PRB[:, some], own_RN=self.own_RN[some])
 
     def total(self, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
-        """[R, C], summed in fp32."""
+        """[R, N], summed in fp32."""
         return dequantize_reduce(self.payload_PRB, self.format, dtype=dtype, factor=factor, **self._options())
 
     def requantized(self, to: Format, to_seed: int | None) -> Tensor:
@@ -142,7 +134,7 @@ class Summands:
         return dequantize_reduce_quantize(self.payload_PRB, self.format, to=to, to_seed=to_seed, **self._options())
 
     def _options(self) -> dict[str, Any]:
-        return {"n": self.own_RC.shape[1], "seed": self.seed, "skip": self.own, "add": self.own_RC}
+        return {"n": self.own_RN.shape[1], "seed": self.seed, "skip": self.own, "add": self.own_RN}
 
 
 def but(own: int, ranks: int) -> list[slice]:
@@ -150,68 +142,68 @@ def but(own: int, ranks: int) -> list[slice]:
     return [run for run in (slice(0, own), slice(own + 1, ranks)) if run.start < run.stop]
 
 
-def reduced(x_PC: Tensor, chunk: Chunk) -> Generator[Transfer, None, Summands]:
-    """What remains to be summed for the own slice, after all messages of qgZ (arXiv 2306.10209, section 3.3)."""
-    topology, formats = chunk.topology, chunk.formats
-    inter, own, seed = topology.inter, topology.inter.rank, chunk.inter_seed
+def reduced(x_PN: Tensor, call: QuantizedCall) -> Generator[Transfer, None, Summands]:
+    """Summands of the own slice, after all messages of qgZ (arXiv 2306.10209, section 3.3)."""
+    topology, formats = call.topology, call.formats
+    inter, own, seed = topology.inter, topology.inter.rank, call.inter_seed
     node = None
     if topology.intra.ranks > 1:
-        node = yield from _inside_node(x_PC, chunk)
+        node = yield from _inside_node(x_PN, call)
         if inter.ranks == 1:
             return node
-    own_YC = x_PC.unflatten(0, (inter.ranks, topology.intra.ranks))[:, topology.intra.rank]
-    sent_YRB = x_PC.new_empty(inter.ranks, 1, formats.inter.payload_bytes(x_PC.shape[1]), dtype=torch.uint8)
+    own_YN = x_PN.unflatten(0, (inter.ranks, topology.intra.ranks))[:, topology.intra.rank]
+    sent_YRB = x_PN.new_empty(inter.ranks, 1, formats.inter.payload_bytes(x_PN.shape[1]), dtype=torch.uint8)
     for some in but(own, inter.ranks):
         if node is None:
-            quantize_rows(own_YC[some], formats.inter, seed=plus(seed, own), out=sent_YRB[some, 0])
+            quantize_rows(own_YN[some], formats.inter, seed=plus(seed, own), out=sent_YRB[some, 0])
         else:
             sent_YRB[some, 0] = node.rows(some).requantized(formats.inter, plus(seed, own))
-    transfer = inter.all_to_all_start(sent_YRB, chunk.name)
+    transfer = inter.all_to_all_start(sent_YRB, call.name)
     own_node = slice(own, own + 1)  # summed while that is on its way
-    own_RC = own_YC[own_node] if node is None else node.rows(own_node).total(torch.float32)
+    own_RN = own_YN[own_node] if node is None else node.rows(own_node).total(torch.float32)
     yield transfer
-    return Summands(transfer.wait(), formats.inter, seed, own, own_RC)
+    return Summands(transfer.wait(), formats.inter, seed, own, own_RN)
 
 
-def _inside_node(x_PC: Tensor, chunk: Chunk) -> Generator[Transfer, None, Summands]:
-    """The parts of the node's sum of the slices [Y, C] that are this local rank's in every node.
+def _inside_node(x_PN: Tensor, call: QuantizedCall) -> Generator[Transfer, None, Summands]:
+    """The parts of the node's sum of the slices [Y, N] that are this local rank's in every node.
 
     Slices for place l of every node go to local rank l: the order of Eq. 2, made while quantizing.
     """
-    intra, inter, format = chunk.topology.intra, chunk.topology.inter, chunk.formats.intra
-    size = format.payload_bytes(x_PC.shape[1])
-    sent_XYB = x_PC.new_empty(intra.ranks, inter.ranks, size, dtype=torch.uint8)
+    intra, inter, format = call.topology.intra, call.topology.inter, call.formats.intra
+    size = format.payload_bytes(x_PN.shape[1])
+    sent_XYB = x_PN.new_empty(intra.ranks, inter.ranks, size, dtype=torch.uint8)
     for some in but(intra.rank, intra.ranks):
         order = [y * intra.ranks + x for x in range(intra.ranks)[some] for y in range(inter.ranks)]
-        seed = plus(chunk.intra_seed, intra.rank)
-        quantize_rows(x_PC, format, order=order, seed=seed, out=sent_XYB[some].flatten(0, 1))
-    transfer = intra.all_to_all_start(sent_XYB, chunk.name)
+        seed = plus(call.intra_seed, intra.rank)
+        quantize_rows(x_PN, format, order=order, seed=seed, out=sent_XYB[some].flatten(0, 1))
+    transfer = intra.all_to_all_start(sent_XYB, call.name)
     yield transfer
-    own_YC = x_PC.unflatten(0, (inter.ranks, intra.ranks))[:, intra.rank]
-    return Summands(transfer.wait(), format, chunk.intra_seed, intra.rank, own_YC)
+    own_YN = x_PN.unflatten(0, (inter.ranks, intra.ranks))[:, intra.rank]
+    return Summands(transfer.wait(), format, call.intra_seed, intra.rank, own_YN)
 
 
-def reduce_scatter(x_PC: Tensor, out_C: Tensor, factor: float, chunk: Chunk) -> Schedule:
-    """`out_C` becomes the own slice of the sum, times `factor`."""
-    summands = yield from reduced(x_PC, chunk)
-    out_C.copy_(summands.total(out_C.dtype, factor)[0])
+def reduce_scatter(x_PN: Tensor, out_N: Tensor, factor: float, call: QuantizedCall) -> Schedule:
+    """`out_N` becomes the own slice of the sum, times `factor`."""
+    summands = yield from reduced(x_PN, call)
+    out_N.copy_(summands.total(out_N.dtype, factor)[0])
 
 
-def all_gather(x_C: Tensor, out_PC: Tensor, chunk: Chunk) -> Schedule:
-    """`out_PC` becomes what every rank's payload of `x_C` says, one's own too."""
-    payload_RB = quantize_rows(x_C[None], chunk.formats.inter, seed=chunk.own_gather_seed)
-    yield from gathered(payload_RB, out_PC, chunk)
+def all_gather(x_N: Tensor, out_PN: Tensor, call: QuantizedCall) -> Schedule:
+    """`out_PN` becomes what every rank's payload of `x_N` says, one's own too."""
+    payload_RB = quantize_rows(x_N[None], call.formats.inter, seed=call.own_gather_seed)
+    yield from gathered(payload_RB, out_PN, call)
 
 
-def all_reduce(x_PC: Tensor, out_PC: Tensor, chunk: Chunk) -> Schedule:
+def all_reduce(x_PN: Tensor, out_PN: Tensor, call: QuantizedCall) -> Schedule:
     """Every rank's slice of the sum, quantized once more, goes to all."""
-    summands = yield from reduced(x_PC, chunk)
-    yield from gathered(summands.requantized(chunk.formats.inter, chunk.own_gather_seed), out_PC, chunk)
+    summands = yield from reduced(x_PN, call)
+    yield from gathered(summands.requantized(call.formats.inter, call.own_gather_seed), out_PN, call)
 
 
-def gathered(payload_RB: Tensor, out_PC: Tensor, chunk: Chunk) -> Schedule:
+def gathered(payload_RB: Tensor, out_PN: Tensor, call: QuantizedCall) -> Schedule:
     """Payloads go between nodes first, and inside the node the same bytes are passed on."""
-    intra, inter, format, name = chunk.topology.intra, chunk.topology.inter, chunk.formats.inter, chunk.name
+    intra, inter, format, name = call.topology.intra, call.topology.inter, call.formats.inter, call.name
     all_XYB = payload_RB.new_empty(intra.ranks, inter.ranks, payload_RB.shape[1])
     all_XYB[intra.rank, inter.rank] = payload_RB[0]
     if inter.ranks > 1:
@@ -219,10 +211,10 @@ def gathered(payload_RB: Tensor, out_PC: Tensor, chunk: Chunk) -> Schedule:
     if intra.ranks > 1:
         yield intra.gather_start(all_XYB, name)
     if intra.ranks == 1 or inter.ranks == 1:  # rows are in rank order
-        rows_PB, seed = all_XYB.flatten(0, 1), chunk.gather_seed
-        dequantize_rows(rows_PB, format, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_PC)
+        rows_PB, seed = all_XYB.flatten(0, 1), call.gather_seed
+        dequantize_rows(rows_PB, format, out_PN.shape[1], out_PN.dtype, seed=seed, out=out_PN)
         return
-    out_YXC = out_PC.unflatten(0, (inter.ranks, intra.ranks))
+    out_YXN = out_PN.unflatten(0, (inter.ranks, intra.ranks))
     for x in range(intra.ranks):
-        seed = plus(chunk.gather_seed, x * inter.ranks)
-        dequantize_rows(all_XYB[x], format, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_YXC[:, x])
+        seed = plus(call.gather_seed, x * inter.ranks)
+        dequantize_rows(all_XYB[x], format, out_PN.shape[1], out_PN.dtype, seed=seed, out=out_YXN[:, x])

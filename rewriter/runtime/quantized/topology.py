@@ -6,10 +6,8 @@ the one inside the node.
 
 from __future__ import annotations
 
-import hashlib
-import weakref
-from dataclasses import dataclass, replace
-from functools import cached_property
+import json
+from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,26 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.collectives import exchange
-from rewriter.runtime.collectives.process_groups import MadeOnce, group_rank, group_size, new_groups
+from rewriter.runtime.collectives.process_groups import group_rank, group_size
 from rewriter.runtime.torch_marks import assume_constant_result
 
 
 @dataclass(frozen=True)
 class CollectiveAxis:
-    """One step's ranks; `name` is the mesh's, for counting bytes. Torch keeps the group, until it is destroyed."""
+    """One step's ranks, by the name that torch has for their process group; "" is one rank. `name` is the mesh's, for
+    counting bytes."""
 
-    held: weakref.ref[ProcessGroup] | None = None
+    group_name: str = ""
     name: str = ""
 
     @property
     def group(self) -> ProcessGroup | None:
         """None where there is one rank."""
-        if self.held is None:
-            return None
-        group = self.held()
-        if group is None:
-            raise RewriterError("quantized collectives: their process group was destroyed. Pass one that exists")
-        return group
+        # torch has no public function that finds a group by its name
+        return dist.distributed_c10d._resolve_process_group(self.group_name) if self.group_name else None  # type: ignore[attr-defined, arg-type]
 
     @property
     def ranks(self) -> int:
@@ -47,19 +42,11 @@ class CollectiveAxis:
     def rank(self) -> int:
         return group_rank(self.group)
 
-    @property
-    def place(self) -> str:
-        """The ranks, and the names of their group: the same in every run that makes its groups in the same order."""
-        group = self.group
-        if group is None:
-            return f"{dist.get_rank() if dist.is_initialized() else 0} {self.name}"
-        return f"{dist.get_process_group_ranks(group)} {self.name} {group.group_name}"
-
     def all_to_all_start(self, sent_PB: Tensor, name: str) -> exchange.Transfer:
-        """Row r goes to rank r; see `exchange.all_to_all_rows_start`."""
-        group = self.group
+        """Row r goes to rank r; see `exchange.all_to_all_uneven_start`."""
+        group, one_each = self.group, [1] * self.ranks
         assert group is not None
-        return exchange.all_to_all_rows_start(sent_PB, group, name, self.name)
+        return exchange.all_to_all_uneven_start(sent_PB, one_each, one_each, group, name, self.name)
 
     def gather_start(self, rows_PB: Tensor, name: str) -> exchange.Transfer:
         """The rows of all ranks, in place; see `exchange.gather_rows_start`."""
@@ -69,7 +56,7 @@ class CollectiveAxis:
 
     @classmethod
     def of(cls, group: ProcessGroup | None, name: str = "") -> CollectiveAxis:
-        return cls(None if group is None or group.size() == 1 else weakref.ref(group), name)
+        return cls("" if group is None or group.size() == 1 else group.group_name, name)
 
 
 @dataclass(frozen=True)
@@ -89,48 +76,19 @@ class Topology:
     def rank(self) -> int:
         return self.inter.rank * self.intra.ranks + self.intra.rank
 
-    @property
-    def steps(self) -> int:
-        """Axes on which something is sent."""
-        return (self.inter.ranks > 1) + (self.intra.ranks > 1)
-
-    @cached_property
-    def key(self) -> str:
-        """The same for the same groups in every run, so that compiled graphs can be cached."""
-        place = f"{self.inter.place} {self.intra.place}"
-        return f"{self.inter.ranks}x{self.intra.ranks} {hashlib.sha256(place.encode()).hexdigest()[:12]}"
-
     def size(self) -> int:
-        """As a ProcessGroup has it."""
+        """Number of ranks, as of a ProcessGroup."""
         return self.ranks
 
 
-_by_key: dict[str, Topology] = {}
-
-
 def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> Topology:
-    """The topology of a group, of a mesh of one dimension, or of a mesh (nodes, ranks of a node): one for all meshes of
-    the same groups, as mesh["local"] is another object each time.
+    """The topology of a group, of a mesh of one dimension, or of a mesh (nodes, ranks of a node).
 
     None is one rank. Raises RewriterError for meshes of more dimensions, and for anything else.
     """
     if isinstance(mesh_or_group, Topology):
         return mesh_or_group
-    if mesh_or_group is None:
-        return Topology(CollectiveAxis())
-    return _registered(mesh_or_group)
-
-
-@MadeOnce
-def _registered(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
-    made = _made(mesh_or_group)
-    if _by_key.get(made.key) != made:  # or it was that of groups with the same names, which were destroyed
-        _by_key[made.key] = made
-    return _by_key[made.key]
-
-
-def _made(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
-    if isinstance(mesh_or_group, ProcessGroup):
+    if mesh_or_group is None or isinstance(mesh_or_group, ProcessGroup):
         return Topology(CollectiveAxis.of(mesh_or_group))
     if not isinstance(mesh_or_group, DeviceMesh):
         raise RewriterError(
@@ -150,7 +108,7 @@ def _made(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
 
 
 def topology_key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
-    """The string by which operators find the topology."""
+    """A string that stands for the topology: the same in every run that makes its groups in the same order."""
     if isinstance(mesh_or_group, ProcessGroup):  # which torch.compile has no more of than its name
         return _key_of_group(mesh_or_group.group_name)
     return _key(mesh_or_group)
@@ -158,37 +116,15 @@ def topology_key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> 
 
 @assume_constant_result
 def _key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
-    """When compiling, called once while tracing."""
-    topology = topology_of(mesh_or_group)
-    key = topology.key
-    _by_key[key] = topology
-    return key
+    return json.dumps(astuple(topology_of(mesh_or_group)))
 
 
 @assume_constant_result
 def _key_of_group(name: str) -> str:
-    """torch has no public function that finds a group by its name."""
-    return _key(dist.distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined, arg-type]
+    return _key(CollectiveAxis(name).group)
 
 
 def by_key(key: str) -> Topology:
-    """What `topology_key` was called with last."""
-    if key not in _by_key:
-        raise RewriterError(
-            f"quantized collectives: ranks {key!r} are not known in this process: call them eagerly once"
-        )
-    return _by_key[key]
-
-
-@MadeOnce
-def background(topology: Topology) -> Topology:
-    """The same ranks with process groups that only the worker thread uses, made at the first call.
-
-    Two threads that use one group would start its messages in an order of their own on each rank, and take one for the
-    other. On CUDA one thread starts everything.
-    """
-    axes = topology.intra, topology.inter
-    groups = [axis.group for axis in axes if axis.group is not None]
-    made = iter(new_groups([dist.get_process_group_ranks(group) for group in groups], groups, backend="gloo"))
-    intra, inter = (axis if axis.group is None else CollectiveAxis.of(next(made), axis.name) for axis in axes)
-    return replace(topology, intra=intra, inter=inter)
+    """The topology of `topology_key`."""
+    intra, inter, nodes = json.loads(key)
+    return Topology(CollectiveAxis(*intra), CollectiveAxis(*inter), nodes)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 class VllmEngine:
     """vLLM's group of tensor-parallel ranks, with the all-reduce that vLLM has chosen for it. On CPUs small sums go
-    through memory that ranks share, or sockets: begun without a thread, which would take the core that computes."""
+    through sockets: begun without a thread, which would take the core that computes."""
 
-    chosen: Any = None
+    connected: Any = None  # the group whose small sums go through sockets, where they can
 
     @property
     def group(self) -> Any:
@@ -33,15 +33,15 @@ class VllmEngine:
         summed: Tensor = self.group._all_reduce_out_place(x)  # what vLLM's own operator calls
         return summed
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Any] | None:
-        """Begin the sum of a CPU tensor without a thread: (what holds it after the wait, what has that `wait`); None
-        where there is no such way."""
-        from rewriter.runtime.collectives.small_sums import choose_small_sums, small_sum_start
+    def begin(self, x: Tensor) -> Any:
+        """Begin the sum of a CPU tensor in place, without a thread: an object with `wait`; None where only a thread
+        can."""
+        from rewriter.runtime.collectives.small_sums import connect_small_sums, small_sum_start
 
         group = self.group.device_group
-        if group is not self.chosen:  # all ranks begin their first sum together
-            choose_small_sums(group, x.device)
-            self.chosen = group
+        if group is not self.connected:  # all ranks begin their first sum together
+            connect_small_sums(group, x.device)
+            self.connected = group
         return small_sum_start(x, group)
 
     def in_pieces(self) -> bool:

@@ -41,7 +41,7 @@ class RewiredLayer(nn.Module):
     previous: tuple[RewiredLayer, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's class; between layers a tuple stands for what is under way."""
+        """The layer's output; between layers a tuple stands for what is under way."""
         given = dict(zip(self.form.inputs, args, strict=False)) | kwargs
         state = opened(given[HIDDEN], given.get(RESIDUAL))
         last = [layer.of_last for layer in self.previous]

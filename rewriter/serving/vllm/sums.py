@@ -36,7 +36,9 @@ def _launch(x: Tensor) -> None:
         _under_way.append(lambda: copy)
     elif x.device.type == "cpu":
         begun = engine.engine.begin(copy)
-        _under_way.append(_thread().submit(_all_reduce, copy).result if begun is None else partial(_awaited, *begun))
+        _under_way.append(
+            _thread().submit(_all_reduce, copy).result if begun is None else partial(_awaited, copy, begun)
+        )
     elif engine.engine.in_pieces():
         result = _all_reduce(copy)
         _under_way.append(lambda: result)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import parse_format, parse_formats
 from rewriter.runtime.collectives.log import observe
-from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
+from rewriter.runtime.quantized.launch import all_gather, reduce_scatter
 from rewriter.training.zero.flat import BlockLayout
 from rewriter.training.zero.fsdp import (
     AllGather,
@@ -87,7 +87,7 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         output_RN = output_tensor.view(ranks, -1)
         in_place = self.layout.n == self.layout.m
         found_RM = output_RN if in_place else output_RN.new_empty(ranks, self.layout.m)
-        all_gather_start(mine, self.mesh, self.format, dtype=mine.dtype, out=found_RM, name=self.name, wait=True).wait()
+        all_gather(mine, self.mesh, self.format, dtype=mine.dtype, out=found_RM, name=self.name)
         if not in_place:
             self.layout.unblocked(found_RM, output_RN)
         return None
@@ -120,15 +120,14 @@ class QuantizedReduceScatter(DefaultAllocMixin, ReduceScatter):
                 f"have {layout.n}: this version of torch chooses them otherwise. Leave `gradients` out"
             )
         replicas, replica = self.parameters.replicas
-        mine_M = reduce_scatter_start(
+        mine_M = reduce_scatter(
             layout.blocked(rows_RN),
             self.mesh,
             self.format,
             seed=self.seeds.next() * replicas + replica,
             factor=reduction_factor(op, ranks),
             name=self.name,
-            wait=True,
-        ).wait()
+        )
         layout.unblocked(mine_M[None], output_tensor[None])
 
 

@@ -26,7 +26,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, dequantize_rows, parse_format, quantize_rows
 from rewriter.runtime.collectives.exchange import Transfer, gather_start
 from rewriter.runtime.context import checksum
-from rewriter.runtime.quantized.launch import reduce_scatter_start
+from rewriter.runtime.quantized.launch import reduce_scatter
 from rewriter.runtime.quantized.schedules import known_format
 from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.flat import BlockLayout, OwnedPiece, accumulate_gradient, owned_pieces
@@ -297,9 +297,9 @@ class SlicedGroup:
             self.layout.blocked(reduced_N[None])[0], (0, self.nodes * self.size - self.layout.m)
         ).view(self.nodes, self.size)
         factor = 1.0 / self.nodes if self.group.divide_factor is None else 1.0
-        mine_S = reduce_scatter_start(
-            rows_YS, self.mesh, self.gradients, seed=self.seeds.next(), factor=factor, name=self.name, wait=True
-        ).wait()
+        mine_S = reduce_scatter(
+            rows_YS, self.mesh, self.gradients, seed=self.seeds.next(), factor=factor, name=self.name
+        )
         whole = reduced_N.new_zeros(self.nodes, self.size)
         whole[self.node] = mine_S
         self.layout.unblocked(whole.view(1, -1)[:, : self.layout.m], reduced_N[None])

@@ -24,7 +24,7 @@ def node_groups(group: ProcessGroup, local: int, device_type: str) -> DeviceMesh
     members = dist.get_process_group_ranks(group)
     own = group.rank()
     first = own - own % local
-    groups = new_groups([members[own % local :: local], members[first : first + local]], [group])
+    groups = new_groups([members[own % local :: local], members[first : first + local]], group)
     layout = torch.tensor(members).view(-1, local)
     return DeviceMesh.from_group(groups, device_type, mesh=layout, mesh_dim_names=(NODE, LOCAL))
 

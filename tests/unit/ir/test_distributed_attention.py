@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -33,9 +32,7 @@ def test_a_kind_plans_and_runs(kind):
     assert plans
     assert all(plan.kind == kind and plan.ranks == 4 for plan in plans)
     for half in sequence_axis.ALGORITHMS[kind]:
-        for name in ("forward", "backward"):
-            wanted = list(inspect.signature(getattr(RankAttention, name)).parameters)[1:]
-            assert len(inspect.signature(getattr(half, name)).parameters) == len(wanted)
+        assert isinstance(half, RankAttention)
 
 
 def test_no_other_place_asks_for_the_kind():

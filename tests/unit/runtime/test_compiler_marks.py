@@ -43,7 +43,7 @@ def test_a_rank_starts_without_dynamo() -> None:
     asked = """
 import sys, torch
 import rewriter.runtime.generation.worker
-from rewriter.runtime.loading.load import _EmptyOnMeta
+from rewriter.runtime.loading import _EmptyOnMeta
 with _EmptyOnMeta():
     torch.nn.Linear(4, 4), torch.nn.Embedding(4, 4), torch.nn.LayerNorm(4)
 print(*sorted({"torch._dynamo", "torch._inductor", "transformers"} & {*sys.modules}))

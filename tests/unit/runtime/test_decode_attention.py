@@ -84,8 +84,14 @@ def code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @on_linux
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("dtype", "size"), [("bf16", 80), ("bf16", 128), ("fp32", 64)])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size"),
+    [
+        pytest.param(capability, dtype, size, marks=() if on == capability else pytest.mark.slow)
+        for on, dtype, size in ((90, "bf16", 80), (100, "bf16", 128), (80, "fp32", 64))
+        for capability in (80, 90, 100)
+    ],
+)
 def test_compiled_kernels(code: Any, capability: int, dtype: str, size: int) -> None:
     """Tensor cores for bf16, fp32 that is not rounded to TF32, copies of whole vectors ahead of their use, all in
     registers, and two blocks' shared memory on every multiprocessor of these."""

@@ -3,6 +3,10 @@ memory: what a CUDA graph and a compiled step rely on. Each fault that they woul
 
 from __future__ import annotations
 
+import copy
+import pickle
+
+import decode_steps
 import pytest
 import runtime_reference as reference
 import torch
@@ -14,9 +18,9 @@ from qwen_ranks import PROMPTS, build
 from rewriter import RewriterError
 from rewriter.runtime import generate
 from rewriter.runtime.compiled import product
-from rewriter.runtime.generation.decode_state import Sampling
-from rewriter.runtime.generation.decode_step import decode_step
+from rewriter.runtime.generation.decode_step import Sampling, decode_step
 
+as_on_a_gpu = decode_steps.as_on_a_gpu
 FAMILIES = [name for name in zoo.FAMILIES if name not in ("bloom", "mpt")]  # position biases have no cache
 
 
@@ -99,9 +103,6 @@ def test_the_step_stays_with_the_model_until_it_changes():
 
 
 def test_a_copy_of_a_model_has_a_step_of_its_own():
-    import copy
-    import pickle
-
     model = build(None, reference.weights())
     generate(model, PROMPTS, 2)
     twin = copy.deepcopy(model)

@@ -38,10 +38,10 @@ from rewriter.kernels import (
 )
 from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.passes.sequence.sequence_costs import memory
-from rewriter.runtime.attention import ring as ring_module
 from rewriter.runtime.attention.attention_call import QuantizedKV
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.attention.sequence_axis import register
+from rewriter.runtime.attention.ring import RING
+from rewriter.runtime.attention.sequence_axis import ALGORITHMS, SequenceAxis
 
 # --- vectors ---
 
@@ -176,7 +176,7 @@ def test_int8_halves_what_a_ring_of_bf16_keys_sends_forward():
 
 def remember_exact(when):
     """Where a block of keys is the rank's own, compute with the exact ones: always, or in backward alone."""
-    closed, opened, backward = QuantizedKV.closed, QuantizedKV.opened, ring_module.backward
+    closed, opened = QuantizedKV.closed, QuantizedKV.opened
     own, inside = [], []
 
     def closing(self, k, v):
@@ -192,17 +192,17 @@ def remember_exact(when):
     def going_back(*arguments):
         inside.append(True)
         try:
-            return backward(*arguments)
+            return RING.backward(*arguments)
         finally:
             inside.clear()
 
-    QuantizedKV.closed, QuantizedKV.opened, ring_module.backward = closing, opening, going_back
+    QuantizedKV.closed, QuantizedKV.opened = closing, opening
+    ALGORITHMS["ring"] = (dataclasses.replace(RING, backward=going_back),) * 2
 
 
 def requantize_in_backward():
     """The keys that backward gathers are quantized once more, in a coarser format."""
     opened, coarse, inside = QuantizedKV.opened, parse_format("int6@16"), []
-    backward = ring_module.backward
 
     def opening(self, k, v):
         found = opened(self, k, v)
@@ -213,9 +213,10 @@ def requantize_in_backward():
 
     def going_back(*arguments):
         inside.append(True)
-        return backward(*arguments)
+        return RING.backward(*arguments)
 
-    QuantizedKV.opened, ring_module.backward = opening, going_back
+    QuantizedKV.opened = opening
+    ALGORITHMS["ring"] = (dataclasses.replace(RING, backward=going_back),) * 2
 
 
 FAULTS = {
@@ -235,4 +236,4 @@ def test_the_comparison_sees(fault):
 def test_an_unknown_format_is_refused_by_name():
     alone = AttentionMesh(1, 4, 1, 0, 0, 0, (0, 1, 2, 3), None, None, None)
     with pytest.raises(RewriterError, match=r"ring 1×4×1, keys and values int5: format 'int5': expected one of int8"):
-        register(on(ring(4), "int5"), alone)
+        SequenceAxis(alone, on(ring(4), "int5"))

@@ -59,8 +59,8 @@ def scattered(xs: list[Tensor], nodes: int, local: int, formats: str, seed: int 
     programs = []
     for rank, x in enumerate(xs):
         where = grid_place(nodes, local, rank, box)
-        chunk = schedules.Chunk(where, schedules.step_formats(formats, where, ""), seed=seed)
-        programs.append(schedules.reduce_scatter(x, out[rank], 1.0, chunk))
+        call = schedules.QuantizedCall(where, schedules.step_formats(formats, where, ""), seed=seed)
+        programs.append(schedules.reduce_scatter(x, out[rank], 1.0, call))
     running = [(program, next(program)) for program in programs]
     while running:
         for _, transfer in running:
@@ -101,15 +101,13 @@ def test_dithered_errors_of_ranks_cancel():
 
 
 def test_no_two_messages_share_a_seed():
-    """Not those of two ranks, hops or chunks of a collective, nor those of neighbours that have other numbers of
-    chunks."""
+    """Not those of two ranks or hops of a collective, nor those of two collectives."""
     used = []
     for seed in range(20):
         for rank in range(4):
             where = grid_place(2, 2, rank, {})
-            for index in range(1 + seed % 4):
-                chunk = schedules.Chunk(where, schedules.step_formats("int8", where, ""), seed=seed, index=index)
-                inside, between = chunk.intra_seed + where.intra.rank, chunk.inter_seed + where.inter.rank
-                gathered = chunk.gather_seed + where.intra.rank * 2 + where.inter.rank
-                used += [inside, between, gathered]
-    assert len({seed % 2**32 for seed in used}) == len(used) == 20 * 4 * 3 * 2.5
+            call = schedules.QuantizedCall(where, schedules.step_formats("int8", where, ""), seed=seed)
+            inside, between = call.intra_seed + where.intra.rank, call.inter_seed + where.inter.rank
+            gathered = call.gather_seed + where.intra.rank * 2 + where.inter.rank
+            used += [inside, between, gathered]
+    assert len({seed % 2**32 for seed in used}) == len(used) == 20 * 4 * 3

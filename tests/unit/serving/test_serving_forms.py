@@ -19,6 +19,10 @@ def sums(delays, cuts=(), mergeable=True, **others):
     return [[step.sum.value for step in layer] for layer in schedule_of(config, cuts, mergeable).layers]
 
 
+def config_of(delays, pattern, modes, **others):
+    return SimpleNamespace(rewriter_delays=delays, rewriter_pattern=pattern, rewriter_modes=modes, **others)
+
+
 SCHEDULES = {
     "a standard model keeps its sums inside": ([[0, 0], [0, 0]], {}, [["inside", "inside"]] * 2),
     "a ladder begins, steps and drains": ([[0, 1], [1, 1]], {}, [["begin", "step"], ["step", "drain"]]),
@@ -42,23 +46,14 @@ def test_sums_follow_from_delays(case):
 def test_desynced_blocks_are_as_the_pattern_says():
     pattern = [{"self_attn": "drop", "mlp": "keep_sum"}, {"self_attn": "standard", "mlp": "standard"}]
     modes = {"drop": {"sum": "left_out"}, "keep_sum": {"sum": "all_since"}, "standard": {}}
-    config = SimpleNamespace(
-        rewriter_delays=[[0, 0]] * 2, rewriter_pattern=pattern, rewriter_modes=modes, rewriter_ranks=2
-    )
-    found = schedule_of(config)
+    found = schedule_of(config_of([[0, 0]] * 2, pattern, modes, rewriter_ranks=2))
     assert [step.sum for step in found.layers[0]] == [Sum.DROP, Sum.RESYNC_SUM]
     assert (found.ranks, found.overlapped, found.summed) == (2, 0, 3)
 
 
 def test_own_partials_are_read_where_the_sum_is_late():
-    pattern = [{"self_attn": "own_partial", "mlp": "own_partial"}]
-    config = SimpleNamespace(
-        rewriter_delays=[[0, 1]],
-        rewriter_pattern=pattern,
-        rewriter_modes={"own_partial": {"own_part": True}},
-        rewriter_ranks=2,
-    )
-    found = schedule_of(config)
+    pattern, modes = [{"self_attn": "own_partial", "mlp": "own_partial"}], {"own_partial": {"own_part": True}}
+    found = schedule_of(config_of([[0, 1]], pattern, modes, rewriter_ranks=2))
     assert [(step.late, step.own) for step in found.layers[0]] == [(False, False), (True, True)]
 
 
@@ -67,15 +62,10 @@ def test_own_partials_are_read_where_the_sum_is_late():
     [
         (SimpleNamespace(), "has no rewriter_delays"),
         (SimpleNamespace(rewriter_delays=[[0, 2]]), "more than one block late"),
+        (config_of([[0, 0]], [{"layer": "drop"}], {}), "do not fit"),
+        (config_of([[0, 0]], [{"a": "drop", "b": "keep"}], None), "no rewriter_modes"),
         (
-            SimpleNamespace(rewriter_delays=[[0, 0]], rewriter_pattern=[{"layer": "drop"}], rewriter_modes={}),
-            "do not fit",
-        ),
-        (SimpleNamespace(rewriter_delays=[[0, 0]], rewriter_pattern=[{"a": "drop", "b": "keep"}]), "no rewriter_modes"),
-        (
-            SimpleNamespace(
-                rewriter_delays=[[0]], rewriter_pattern=[{"a": "odd"}], rewriter_modes={"odd": {"altered": True}}
-            ),
+            config_of([[0]], [{"a": "odd"}], {"odd": {"altered": True}}),
             "blocks of mode odd compute what only the generated code knows",
         ),
     ],

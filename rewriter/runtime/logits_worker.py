@@ -1,4 +1,4 @@
-"""The logits of a runtime module, on every rank: `python -m rewriter.runtime.loading.logits_worker REQUEST RESULT`.
+"""The logits of a runtime module, on every rank: `python -m rewriter.runtime.logits_worker REQUEST RESULT`.
 
 The request names a directory, batches of token ids and whether to `stream` weights (JSON); rank 0 writes logits
 [B, S, V] in fp32 (safetensors). Raises RuntimeError where ranks end with different logits.
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from rewriter.common.processes import reported
 from rewriter.runtime.context import Context
-from rewriter.runtime.loading.load import load
+from rewriter.runtime.loading import load
 
 
 def main(request_path: str, result_path: str) -> None:

@@ -1,4 +1,4 @@
-"""From an output directory to this rank's module."""
+"""Loading of this rank's module from an output directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rewriter.ir.ops import SequencePlan
 from rewriter.output.names import MANIFEST
 from rewriter.output.runtime_module import ModuleEntry, no_module, read_module_entry
 from rewriter.runtime.attention.mesh import sequence_mesh
-from rewriter.runtime.collectives.small_sums import choose_small_sums
+from rewriter.runtime.collectives.small_sums import connect_small_sums
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
 from rewriter.weights.references import RankWeights
@@ -55,8 +55,7 @@ def load(
     `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process sees, where
     its launcher shows each its own) if there is one, else the CPU; `dtype` to that of the file. Decode steps on a CPU
     that `rewrite generate` has compiled are used (`rewriter.runtime.generation.step_cache`), but not with
-    `compile=False`. With True the segments between collectives are compiled, and the decode step of one rank on a CPU
-    as a whole, when they are first used.
+    `compile=False`. With True the segments between collectives are compiled when they are first used.
     `stream` reads weights whenever they are used, which is slow, and runs a model of any size. FP8 and MXFP4 weights
     stay as they are stored and are dequantized where they are used, unless `keep_quantized` is False or segments are
     compiled. Runs the directory's own module.py, so load only what you trust.
@@ -80,14 +79,14 @@ def load(
         compile_segments(model)
     elif compile is None:
         vars(model)["origin"] = _origin(made, dp)
-    choose_small_sums(None if mesh is None else mesh.get_group("tp"), where)
+    connect_small_sums(None if mesh is None else mesh.get_group("tp"), where)
     return model
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from. `code`: the sha256 of its module's file; `dp`: how many copies of it there are;
-    `compiling`: when decode steps are compiled that are not in the cache (`generation.cached_step`)."""
+    """Source of a model. `code`: the sha256 of its module's file; `dp`: the number of its copies; `compiling`: when
+    decode steps are compiled that are not in the cache (`generation.cached_step`)."""
 
     directory: str
     code: str
@@ -111,8 +110,8 @@ def _origin(made: ModuleEntry, dp: int) -> Origin:
 def _unfilled(
     root: Path, dp: int, device: torch.device | str | None
 ) -> tuple[ModuleEntry, torch.device, DeviceMesh | None, nn.Module]:
-    """What `root` has for this process, its device, the mesh of all processes, and the module with parameters on the
-    meta device."""
+    """The entry of `root` for this process, its device, the mesh of all processes, and the module with parameters on
+    the meta device."""
     if dp < 1:
         raise RewriterError(f"dp={dp}: expected 1 or more copies of the model")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -174,7 +173,7 @@ def _check(made: ModuleEntry, weights: RankWeights) -> None:
 
 
 def _wrong_world(made: ModuleEntry, dp: int, world: int) -> str:
-    """Why `world` processes cannot run it, and what could be done."""
+    """Text of an error: `world` processes cannot run it, for a reason, and what to do."""
     needed, run = dp * made.processes, f"but {world} run{'s' * (world == 1)}"
     start = f"Start it with torchrun --nproc-per-node {needed}"
     copies = f", pass dp={world // made.processes}" if world % made.processes == 0 else ""
@@ -193,7 +192,7 @@ def _wrong_world(made: ModuleEntry, dp: int, world: int) -> str:
 
 
 def rank_device(device: torch.device | str | None = None) -> torch.device:
-    """Where this rank computes: `device`, by default its GPU if there is one. A GPU becomes the process's current one.
+    """Device of this rank: `device`, by default its GPU if there is one. A GPU becomes the process's current one.
 
     Raises RewriterError for a GPU that this process does not see, or a rank without its own one.
     """
@@ -210,7 +209,7 @@ def rank_device(device: torch.device | str | None = None) -> torch.device:
 
 
 def _own_gpu(visible: int) -> int:
-    """Of this rank: the one of its number, or the only one where a launcher (SLURM) shows each process its own."""
+    """Number of this rank's GPU: its own, or that of the only one where a launcher (SLURM) shows each process one."""
     number = local_rank()
     if number < visible:
         return number
@@ -373,8 +372,8 @@ def _kept_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch
         for name in getattr(module, "keeps_dtype", ())
     }
     patterns = getattr(model, "in_fp32", {}).get(str(dtype).removeprefix("torch."), ())
-    found = {name for name, _ in model.named_parameters() for pattern in patterns if fnmatchcase(name, pattern)}
-    return kept | dict.fromkeys(found, torch.float32)
+    in_fp32 = [name for name, _ in model.named_parameters() if any(fnmatchcase(name, p) for p in patterns)]
+    return kept | dict.fromkeys(in_fp32, torch.float32)
 
 
 def _listed(what: str, names: Sequence[str]) -> Iterable[str]:

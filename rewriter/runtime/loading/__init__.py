@@ -1,1 +1,0 @@
-"""From an output directory to a rank's module."""
