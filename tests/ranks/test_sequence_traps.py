@@ -347,17 +347,18 @@ def test_dropout_of_attention_is_known_to_the_runtime_module():
 
 @pytest.mark.parametrize(("part", "least"), [("Attention over sharded tokens", 40), ("Quantized collectives", 20)])
 def test_the_page_names_tests_that_exist(part, least):
-    """Each row of the table names one at least, with an id in brackets only where that is written in the same file."""
+    """Each row of the table names one at least, with an id in brackets only where that is written in the same file, or
+    in one that tests import."""
     page = (TESTS.parent / "docs/concepts/silent-failures.md").read_text()
     table = page.partition(f"\n## {part}\n")[2].partition("\n## ")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
     rows = [line.strip("| ").split(" | ") for line in lines[1:]]
     assert len(rows) >= least
-    files = {path: path.read_text() for path in TESTS.glob("test_*.py")}
+    imported = [path.read_text() for path in (TESTS / "support").glob("*.py")]
     defined: dict[str, list[str]] = {}
-    for text in files.values():
-        for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE):
-            defined.setdefault(name, []).append(text)
+    for path in TESTS.rglob("test_*.py"):
+        for name in re.findall(r"^def (test_\w+)", text := path.read_text(), re.MULTILINE):
+            defined.setdefault(name, imported[:]).append(text)
     for _, _, tests in rows:
         names = re.findall(r"`(\w+)(?:\[([\w-]+)\])?`", tests)
         assert names, tests

@@ -15,7 +15,6 @@ from expert_traffic import expert_traffic
 
 STEPS, LOCAL = 3, 2
 
-
 # name: family, dp, ep, order, experts implementation
 FAST = {
     "mixtral, ep 2": ("mixtral", 1, 2, "E+D", "eager"),
@@ -26,8 +25,6 @@ FAST = {
     "short, D+E": ("short", 2, 2, "D+E", "eager"),
     "ladder, D+E": ("ladder", 2, 2, "D+E", "eager"),
 }
-
-
 SLOW = {
     "mixtral, E+D": ("mixtral", 2, 2, "E+D", "eager"),
     "mixtral, D+E": ("mixtral", 2, 2, "D+E", "eager"),
@@ -36,8 +33,6 @@ SLOW = {
     "qwen3_moe, D+E": ("qwen3_moe", 2, 2, "D+E", "eager"),
     "gpt_oss, batched": ("gpt_oss", 2, 2, "E+D", "batched_mm"),
 }
-
-
 CASES = FAST | SLOW
 
 
