@@ -210,7 +210,7 @@ GROUPS = {"some": some, "others": others, "layouts": layouts, "sums": sums}
 
 
 def main() -> None:
-    print(json.dumps({case: found for name in sys.argv[1:] for case, found in GROUPS[name]()}))
+    print(json.dumps({name: dict(GROUPS[name]()) for name in sys.argv[1:]}))
 
 
 if __name__ == "__main__":
