@@ -24,7 +24,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -111,7 +111,7 @@ class KernelTable:
         grid, on = self.products.get(known), on or self.own
         if grid is None or known not in on.flops:
             return None
-        return float(grid.ratio(columns, depth, rows) * self._product_reference(known, on)(columns, depth, rows))
+        return float(grid.ratio(columns, depth, rows) * self._product_reference(known, on, columns, depth, rows))
 
     def attention(
         self,
@@ -135,8 +135,8 @@ class KernelTable:
         if grid is None or known not in on.flops:
             return None
         tokens = keys if queries == 1 else queries
-        reference = self._attention_reference(phase, known, on)(head_dim, group, streams, tokens, pairs)
-        return float(grid.ratio(head_dim, group, streams, tokens) * reference)
+        place = head_dim, group, streams, tokens
+        return float(grid.ratio(*place) * self._attention_reference(phase, known, on, *place, pairs))
 
     def experts(
         self, tokens: int, width: int, hidden: int, chosen: int, count: int, dtype: str, on: Promised | None = None
@@ -148,8 +148,8 @@ class KernelTable:
         grids = self._experts[known]
         asked = np.log([width, hidden, chosen, count])
         shape = min(grids, key=lambda s: float(np.abs(np.log(s) - asked).sum()))
-        reference = self._experts_reference((width, hidden, chosen, count), known, on)
-        return float(grids[shape].ratio(tokens) * reference(tokens))
+        reference = self._experts_reference((width, hidden, chosen, count), known, on, tokens)
+        return float(grids[shape].ratio(tokens) * reference)
 
     def glue(self, nbytes: float, rows: int, columns: int, on: Promised | None = None) -> float | None:
         """Seconds of a kernel that reads and writes `nbytes` once. `columns`: values of each of `rows` rows that are
@@ -192,16 +192,11 @@ class KernelTable:
         floor = float(np.nanmin(seconds))
         seconds = np.where(warm, np.maximum(seconds, floor + weights / rate), seconds)
         kept = rows <= most_rows
-        return Grid((columns, depth, rows[kept]), seconds[..., kept], self._product_reference(dtype, self.own))
+        return Grid((columns, depth, rows[kept]), seconds[..., kept], partial(self._product_reference, dtype, self.own))
 
-    def _product_reference(self, dtype: str, on: Promised) -> Reference:
-        size, flops = _BYTES[dtype], on.flops[dtype]
-
-        def reference(columns: Any, depth: Any, rows: Any) -> Any:
-            nbytes = size * depth * (columns + rows) + 2.0 * rows * columns
-            return self.floor + np.maximum(2.0 * rows * columns * depth / flops, nbytes / on.bandwidth)
-
-        return reference
+    def _product_reference(self, dtype: str, on: Promised, columns: Any, depth: Any, rows: Any) -> Any:
+        nbytes = _BYTES[dtype] * depth * (columns + rows) + 2.0 * rows * columns
+        return self.floor + np.maximum(2.0 * rows * columns * depth / on.flops[dtype], nbytes / on.bandwidth)
 
     @cached_property
     def _attention(self) -> dict[tuple[str, str], Grid]:
@@ -212,7 +207,7 @@ class KernelTable:
                 seconds = self._seconds(phase, cells)
                 if phase == "decode_attention":
                     seconds = self._from_memory(seconds, *(np.asarray(axis, dtype=float) for axis in axes))
-                grids[phase, dtype] = Grid(axes, seconds, self._attention_reference(phase, dtype, self.own))
+                grids[phase, dtype] = Grid(axes, seconds, partial(self._attention_reference, phase, dtype, self.own))
         return grids
 
     def _from_memory(self, seconds: Array, head_dim: Array, group: Array, streams: Array, tokens: Array) -> Array:
@@ -225,18 +220,16 @@ class KernelTable:
         cached: Array = nbytes < self.file["l2_bytes"]
         return np.where(cached, np.maximum(seconds, shortest + nbytes / best), seconds)
 
-    def _attention_reference(self, phase: str, dtype: str, on: Promised) -> Reference:
-        size, flops = _BYTES[dtype], on.flops[dtype]
-
-        def reference(head_dim: Any, group: Any, streams: Any, tokens: Any, pairs: float | None = None) -> Any:
-            cache = 2.0 * size * head_dim * streams * tokens
-            if phase == "decode_attention":
-                return self.floor + cache / on.bandwidth
-            seen = tokens * (tokens + 1) / 2 if pairs is None else pairs
-            moved = cache * (1 + group)
-            return self.floor + np.maximum(4.0 * seen * streams * group * head_dim / flops, moved / on.bandwidth)
-
-        return reference
+    def _attention_reference(
+        self, phase: str, dtype: str, on: Promised, head_dim: Any, group: Any, streams: Any, tokens: Any,
+        pairs: float | None = None,
+    ) -> Any:  # fmt: skip
+        cache = 2.0 * _BYTES[dtype] * head_dim * streams * tokens
+        if phase == "decode_attention":
+            return self.floor + cache / on.bandwidth
+        seen = tokens * (tokens + 1) / 2 if pairs is None else pairs
+        arithmetic = 4.0 * seen * streams * group * head_dim / on.flops[dtype]
+        return self.floor + np.maximum(arithmetic, cache * (1 + group) / on.bandwidth)
 
     @cached_property
     def _experts(self) -> dict[str, dict[tuple[int, ...], Grid]]:
@@ -248,30 +241,25 @@ class KernelTable:
                 known = ~np.isnan(row)
                 if known.any():
                     tokens = np.asarray(cells["tokens"], dtype=float)[known]
-                    grids[dtype][shape] = Grid((tokens,), row[known], self._experts_reference(shape, dtype, self.own))
+                    reference = partial(self._experts_reference, shape, dtype, self.own)
+                    grids[dtype][shape] = Grid((tokens,), row[known], reference)
         return grids
 
-    def _experts_reference(self, shape: tuple[int, ...], dtype: str, on: Promised) -> Reference:
+    def _experts_reference(self, shape: tuple[int, ...], dtype: str, on: Promised, tokens: Any) -> Any:
         width, hidden, chosen, count = shape
-        size, flops = _BYTES[dtype], on.flops[dtype]
-
-        def reference(tokens: Any) -> Any:
-            active = count * (1 - (1 - min(1.0, chosen / count)) ** tokens)
-            nbytes = 3.0 * active * width * hidden * size
-            return self.floor + np.maximum(6.0 * tokens * chosen * width * hidden / flops, nbytes / on.bandwidth)
-
-        return reference
+        active = count * (1 - (1 - min(1.0, chosen / count)) ** tokens)
+        nbytes = 3.0 * active * width * hidden * _BYTES[dtype]
+        return self.floor + np.maximum(6.0 * tokens * chosen * width * hidden / on.flops[dtype], nbytes / on.bandwidth)
 
     @cached_property
     def _reduction(self) -> Grid:
         glue = self._glue
         cells = glue.file["glue"]["reduction"]
-        axes = [cells["rows"], cells["columns"]]
-
-        def reference(rows: Any, columns: Any) -> Any:
-            return glue.floor + 3.0 * rows * columns / glue.own.bandwidth
-
-        return Grid(axes, self._seconds("glue", cells), reference)
+        return Grid(
+            [cells["rows"], cells["columns"]],
+            self._seconds("glue", cells),
+            lambda rows, columns: glue.floor + 3.0 * rows * columns / glue.own.bandwidth,
+        )
 
     @cached_property
     def _pointwise(self) -> Grid:
