@@ -22,7 +22,7 @@ from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.teacher import Trunk
 from rewriter.runtime.replicas import IGNORED, next_tokens
-from rewriter.training.zero.comm_hooks import exact_weights
+from rewriter.training.zero.plus_plus import exact_weights
 
 _CHUNK = 1 << 24  # logits in fp32 at a time: 64 MB
 Loss = Callable[[Model, Batch, nn.Module], dict[str, Tensor]]

@@ -25,7 +25,7 @@ from rewriter.convert.rewritten_source import rewritten, write_source
 from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.output.manifest import AdaptationEntry
 from rewriter.tracing.meta_model import build_skeleton, load_config
-from rewriter.training.zero.comm_hooks import free_gathered
+from rewriter.training.zero.plus_plus import free_gathered
 from rewriter.weights import Checkpoint
 
 

@@ -15,7 +15,7 @@ from rewriter.common.numbers import json_text
 from rewriter.common.tables import WIDE, plain_table
 from rewriter.fabric import Fabric
 from rewriter.fabric.overlap import SHARES
-from rewriter.fabric.tables import SOURCE, table_errors
+from rewriter.fabric.tables import SOURCE
 
 
 def print_fabrics(shown: Sequence[Fabric], as_json: bool) -> None:
@@ -89,7 +89,7 @@ def _header(fabric: Fabric) -> dict[str, Any]:
 
 
 def _error(fabric: Fabric) -> float | None:
-    return _median(table_errors(fabric.chosen_tables()))
+    return _median([error for table in fabric.chosen_tables() for error in table.errors()])
 
 
 def _median(errors: Sequence[float]) -> float | None:
@@ -99,8 +99,8 @@ def _median(errors: Sequence[float]) -> float | None:
 def _content(fabric: Fabric) -> dict[str, Any]:
     curves: list[dict[str, Any]] = []
     for table in fabric.chosen_tables():
-        for (kind, ranks), errors in table.errors.items():
-            curve = table.curves[kind, ranks]
+        for (kind, ranks), curve in table.curves.items():
+            errors = curve.errors()
             curves.append(
                 {
                     "table": str(table.key), "source": table.source, "collective": kind, "ranks": ranks,

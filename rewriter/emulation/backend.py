@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,6 @@ class DelayEngines:
         self._rendezvous = rendezvous
         self._cpu = DelayEngine(model, rendezvous)
         self._cuda: dict[torch.device, CudaDelayEngine] = {}
-        self._lock = threading.Lock()
 
     def submit(self, operation: EmulatedOperation) -> Any:
         for x in (*operation.outputs, *operation.inputs):
@@ -51,9 +49,8 @@ class DelayEngines:
                 f"emulated backend: several real ranks with tensors on {device}. On GPUs run one real rank at a "
                 "time (`python -m rewriter.emulation --in-turn`), and take the slowest"
             )
-        with self._lock:
-            if device not in self._cuda:
-                self._cuda[device] = CudaDelayEngine(self.model, device)
+        if device not in self._cuda:
+            self._cuda[device] = CudaDelayEngine(self.model, device)
         return self._cuda[device]
 
     def change(self, model: DelayModel) -> None:
@@ -126,14 +123,14 @@ def _close_at_exit() -> None:
 
 def _job_of(given: Any, options: Any, seconds: float) -> _EmulatedJob:
     own = (options.group_rank,)
-    if isinstance(given, DelayModel):
-        return _EmulatedJob(DelayEngines(given), own)
-    if isinstance(given, Engine):
-        return _EmulatedJob(given, own)
     if given is None:
         given = EmulationConfig.from_environment()
     if isinstance(given, EmulationConfig):
         return _configured(given, options, seconds)
+    if isinstance(given, DelayModel):
+        given = DelayEngines(given)
+    if isinstance(given, Engine):
+        return _EmulatedJob(given, own)
     raise RewriterError(
         f"emulated backend: {EMULATED} is not set, and pg_options is {given!r}. Start the script with "
         "`python -m rewriter.emulation`, or give an EmulationConfig as pg_options"

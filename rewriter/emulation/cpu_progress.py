@@ -138,7 +138,7 @@ class CpuProgress:
 
     def _courses(self, since: float, busy: float) -> Mapping[Underway, _Course]:
         """The course of each operation, if the rank computes for a share `busy` of the time from `since` on."""
-        free, found = dict(self._free), {}
+        free, courses = dict(self._free), {}
         for one in self._underway:
             start, released, end = one.start, one.released, one.end
             if start is None:
@@ -151,8 +151,8 @@ class CpuProgress:
                 released = begin + max(0.0, transfer - one.done) * lasts
             for name, until in self._held(one, released, end):
                 free[name] = max(until, free.get(name, until))
-            found[one] = _Course(start, released, end)
-        return found
+            courses[one] = _Course(start, released, end)
+        return courses
 
     @staticmethod
     def _held(one: Underway, released: float | None = None, end: float | None = None) -> list[tuple[str, float]]:

@@ -9,7 +9,6 @@ the delay, and sets futures.
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from rewriter.emulation.rendezvous import Rendezvous, write
 from rewriter.emulation.work import TIMER_SPIN, EmulatedWork, Timer
 from rewriter.fabric import Call, Delay, DelayModel
 from rewriter.fabric.calls import directed_delay
-from rewriter.fabric.overlap import Overlap
+from rewriter.fabric.overlap import OverlapCosts
 
 _INLINE = 1 << 16  # bytes that are written sooner than a thread is woken
 _TICK = 1e-3  # seconds between two shares of CPU time at most: to wake a thread takes some, too
@@ -35,16 +34,16 @@ _BRIEF = 1e-3
 @dataclass(frozen=True)
 class Late:
     """Lateness of emulated peers: `model`, whose collectives start with the last peer of a group that has emulated
-    ones, later than this rank by `Overlap.skew`, which is latency. `real`: ranks that run. A message has no group
+    ones, later than this rank by `OverlapCosts.skew`, which is latency. `real`: ranks that run. A message has no group
     to wait for."""
 
     model: DelayModel
-    overlap: Overlap
+    overlap: OverlapCosts
     real: frozenset[int]
 
     def delay(self, call: Call) -> Delay:
-        found, late = self.model.delay(call), self.late(call, 0.0)
-        return replace(found, seconds=found.seconds + late) if late else found
+        delay = self.model.delay(call)
+        return replace(delay, seconds=delay.seconds + self.late(call, 0.0))
 
     def late(self, call: Call, computed: float) -> float:
         """Seconds, after `computed` seconds of kernels since the collective before."""
@@ -95,7 +94,7 @@ class DelayEngine:
         operation, delay = work.operation, work.delay
         # on fabrics of GPUs a group's kernels are on one stream
         stream = operation.group if delay.blocks and operation.call.kind != "send" else None
-        work.underway = self._progress.begin(now, delay, stream)
+        work.underway, work.due = self._progress.begin(now, delay, stream), now
         if delay.cpu_seconds <= _BRIEF and operation.output_bytes <= _INLINE:
             if not operation.receives:  # else what it gets may not have been sent yet: see `wait`
                 work.fill()
@@ -134,10 +133,9 @@ class DelayedWork(EmulatedWork):
     def share(self) -> float:
         return 0.0 if self.underway is None else self._progress.share(self.underway)
 
-    def deadline(self) -> float:
-        return math.inf if self.underway is None else self._progress.end(self.underway)
-
-    end = property(deadline)
+    @property
+    def end(self) -> float:
+        return self.deadline()
 
     def fill(self) -> None:
         with self._filling:
@@ -161,14 +159,9 @@ class DelayedWork(EmulatedWork):
             self.fill()
         return over
 
-    @property
-    def fillable(self) -> bool:
-        """True when what is to be written is known, or is not waited for any longer."""
-        source = self.operation.source
-        return source is None or source.tensor is not None or bool(self.values) or self.share >= 0.5
-
     def advance(self, begun: float) -> float:
-        if not self.filled and self.fillable:
+        # a message that a rank sends itself may be sent later than it is received
+        if not self.filled and (not self.operation.receives or self.values or self.share >= 0.5):
             self.fill()
         tick = min(_TICK, self.delay.seconds / _TICKS)
         owed = self._owed() - (time.thread_time() - begun)

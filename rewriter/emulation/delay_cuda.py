@@ -32,6 +32,8 @@ _CAPTURED = 1 << 16  # launches in graphs
 _LINKS = 1 << 12
 _SCRATCH = 1 << 27  # bytes read, and as many written: more than caches hold
 _FUSED = 1 << 18  # bytes for each block up to which the kernel writes sums itself
+_MEASURED, _ROUNDS = 50, 5  # launches, to measure how much longer than its delay one takes, and how often
+_ASKED, _BUSY = 50e-6, 2e-3  # seconds of each of them, and of the one before them
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -176,33 +178,32 @@ class CudaDelayEngine:
         self._launched += 1
         return self._state[self._launched % _EAGER]
 
-    def _measured(self, launches: int = 50, rounds: int = 5) -> int:
+    def _measured(self) -> int:
         """Nanoseconds by which a launch outlasts its delay, where one follows the other in a graph.
 
         In front is a launch that keeps the device until the whole graph is in its queue: the time that the host needs
         to replay one does not count.
         """
         self.launch_nanoseconds = 0
-        asked, busy = 50e-6, 2e-3
-        for row, seconds in enumerate((asked, busy)):
+        for row, seconds in enumerate((_ASKED, _BUSY)):
             self._write(row, Delay(seconds, seconds, ()))
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        found = []
+        excesses = []
         with torch.cuda.stream(stream):
             self._hold(0, self._state[0], alone=True)  # compiles
             stream.synchronize()
             with torch.cuda.graph(graph, stream=stream):
-                for _ in range(launches):
+                for _ in range(_MEASURED):
                     self._hold(0, self._state[0], alone=True)
-            for _ in range(rounds):
+            for _ in range(_ROUNDS):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 self._hold(1, self._state[0], alone=True)
                 begin.record()
                 graph.replay()
                 end.record()
                 end.synchronize()
-                found.append(begin.elapsed_time(end) * 1e6 / launches)
-        return max(0, round(statistics.median(found) - asked * 1e9))
+                excesses.append(begin.elapsed_time(end) * 1e6 / _MEASURED)
+        return max(0, round(statistics.median(excesses) - _ASKED * 1e9))
 
 
 def _fused(operation: EmulatedOperation, blocks: int) -> float | None:

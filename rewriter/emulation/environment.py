@@ -21,7 +21,7 @@ from functools import partial
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import end_with_job
 from rewriter.emulation.config import EmulationConfig
-from rewriter.emulation.exchange import Announced, Connection, Exchange, Loop
+from rewriter.emulation.exchange import Announced, Connection, Loop, MessageExchange
 from rewriter.emulation.wire_mode import endpoint
 from rewriter.fabric import DelayModel, Links
 from rewriter.fabric.calls import directed_delay
@@ -31,14 +31,14 @@ from rewriter.fabric.calls import directed_delay
 _EARLY = 5e-4
 
 
-class Played(Exchange):
+class Played(MessageExchange):
     """The part that the environment has in one operation of a real rank, which takes from `begin` to `end`."""
 
     def __init__(self, announced: Announced, begin: float, end: float) -> None:
-        found, call = announced.plan, announced.call
-        super().__init__(f"{call.kind} of {call.nbytes} bytes among {call.size} ranks", found.receives, found.sends)
+        plan, call = announced.plan, announced.call
+        super().__init__(f"{call.kind} of {call.nbytes} bytes among {call.size} ranks", plan.receives, plan.sends)
         self._announced, self._begin, self._end = time.monotonic(), begin, end
-        self._passed, self._total = 0, found.received_bytes
+        self._passed, self._total = 0, plan.received_bytes
 
     def moment(self) -> float:
         """Messages are spread over the time that the collective takes."""

@@ -32,8 +32,7 @@ ZEROS = memoryview(bytes(SEGMENT))
 _HEADER = struct.Struct("<HBxIQ")
 _MAGIC = 0x5202  # of this version
 _LIMIT = 1 << 26  # bytes of JSON or text: a group of some million ranks that is no range
-_STAGED = 4 << 10  # read at once where headers and small messages come
-_READS = 8  # from one connection, before others get their turn
+_READS = 16  # from one connection, before others get their turn
 _SCRATCH = memoryview(bytearray(SEGMENT))
 _DROP = getattr(socket, "MSG_TRUNC", 0) if sys.platform == "linux" else 0  # read, but do not copy
 _SPIN = 1.5e-4  # seconds before a moment from which on it is watched: a sleep may be as late as this
@@ -73,12 +72,12 @@ class Announced(NamedTuple):
     def unpacked(cls, body: bytes) -> Announced:
         """Raises RewriterError for what is none."""
         try:
-            found = _ANNOUNCED.validate_json(body)
-            if not found.rank < found.call.size > 1:
-                raise ValueError(f"rank {found.rank} of a group of {found.call.size}")
+            announced = _ANNOUNCED.validate_json(body)
+            if not announced.rank < announced.call.size > 1:
+                raise ValueError(f"rank {announced.rank} of a group of {announced.call.size}")
         except (TypeError, ValueError) as error:  # pydantic's is a ValueError
             raise RewriterError(f"an operation that cannot be read: {error}") from None
-        return found
+        return announced
 
 
 _ANNOUNCED = TypeAdapter(Announced)
@@ -90,7 +89,7 @@ def frame(type: int, body: bytes | memoryview, due: int = 0) -> list[bytes | mem
     return [head, body] if len(body) else [head]
 
 
-class Exchange:
+class MessageExchange:
     """One end's part of an operation: of `sends` and `receives`, the first `sent` and `received` are through. (The
     paper has a bitmap; messages of one direction follow each other here.) An end says what its messages hold, when they
     may pass, and what is done with those that come."""
@@ -137,11 +136,10 @@ class Connection:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self.fileno = connection, connection.fileno
-        self.exchanges: deque[Exchange] = deque()
+        self.exchanges: deque[MessageExchange] = deque()
         self.pending: deque[bytes | memoryview] = deque()  # on its way out
-        self._staged = bytearray()
-        self._arriving: tuple[Exchange, PlannedMessage, memoryview | None, int] | None = None
-        self._left = 0  # bytes of it
+        self._header = memoryview(bytearray(_HEADER.size))
+        self._expect(self._header, _HEADER.size, self._header_arrived)
 
     def send(self, now: float) -> float:
         """Send what may pass at `now`, as far as the socket takes it. When more may, if nothing comes before."""
@@ -188,37 +186,30 @@ class Connection:
         return all(self.receive() for _ in range(_READS))
 
     def receive(self) -> bool:
-        """Take in some of what has come; whether anything had.
+        """Take in some of the header or body that is expected next; whether anything had come.
 
         Raises RewriterError for what is not expected, ConnectionError at the connection's end.
         """
+        into = _SCRATCH[: self._left] if self._place is None else self._place[-self._left :]
         try:
-            if self._arriving is not None:
-                place = self._arriving[2]
-                into = _SCRATCH if place is None else place[len(place) - self._left :]
-                count = self.socket.recv_into(into, self._left, _DROP if place is None else 0)
-                self._took(count)
-            else:
-                some = self.socket.recv(_STAGED)
-                count = len(some)
-                self._staged += some
-                while self._arriving is None and self._parse():
-                    pass
+            count = self.socket.recv_into(into, 0, _DROP if self._place is None else 0)
         except BlockingIOError:
             return False
         if not count:
             raise ConnectionError("the connection was closed")
+        self._left -= count
+        while not self._left:
+            self._arrived()
         return True
 
-    def _parse(self) -> bool:
-        """One frame of what is staged, or its beginning; False where there is not enough."""
-        if len(self._staged) < _HEADER.size:
-            return False
-        magic, type, length, due = _HEADER.unpack_from(self._staged)
+    def _expect(self, place: memoryview | None, length: int, arrived: Callable[[], None]) -> None:
+        """`length` bytes, into the end of `place` if that is given; then `arrived` is called, and expects more."""
+        self._place, self._left, self._arrived = place, length, arrived
+
+    def _header_arrived(self) -> None:
+        magic, type, length, due = _HEADER.unpack(self._header)
         if magic != _MAGIC:
             raise RewriterError("a connection of another program, or of another version of this one")
-        here = min(length, len(self._staged) - _HEADER.size)
-        body = bytes(self._staged[_HEADER.size : _HEADER.size + here])
         if type == DATA:
             one = next((one for one in self.exchanges if one.received < len(one.receives)), None)
             if one is None:
@@ -227,27 +218,21 @@ class Connection:
             if length != message.length:
                 expected = f"expected message {one.received}, {message.length} bytes"
                 raise RewriterError(f"{one.title}: a message of {length} bytes, {expected}")
-            place = one.place(message)
-            self._arriving, self._left = (one, message, place, due), length
-            if place is not None:
-                place[:here] = body
-            self._took(here)
+            self._expect(one.place(message), length, partial(self._message_arrived, one, message, due))
         elif length > _LIMIT:
             raise RewriterError(f"a frame of type {type} with {length} bytes: more than any has")
-        elif here < length:
-            return False
         else:
-            self.heard(type, body)
-        del self._staged[: _HEADER.size + here]
-        return True
+            body = bytearray(length)
+            self._expect(memoryview(body), length, partial(self._frame_arrived, type, body))
 
-    def _took(self, count: int) -> None:
-        assert self._arriving is not None
-        self._left -= count
-        if not self._left:
-            (one, message, _, due), self._arriving = self._arriving, None
-            one.received += 1
-            one.arrived(message, due)
+    def _message_arrived(self, one: MessageExchange, message: PlannedMessage, due: int) -> None:
+        self._expect(self._header, _HEADER.size, self._header_arrived)
+        one.received += 1
+        one.arrived(message, due)
+
+    def _frame_arrived(self, type: int, body: bytearray) -> None:
+        self._expect(self._header, _HEADER.size, self._header_arrived)
+        self.heard(type, bytes(body))
 
 
 class Loop:

@@ -51,7 +51,7 @@ def compact(ranks: Sequence[int]) -> tuple[int, ...] | range:
         return ranks
     if len(ranks) > 1 and (step := ranks[1] - ranks[0]):
         even = range(ranks[0], ranks[0] + step * len(ranks), step)
-        if all(found == expected for found, expected in zip(ranks, even, strict=True)):
+        if all(rank == expected for rank, expected in zip(ranks, even, strict=True)):
             return even
     return tuple(ranks)
 
@@ -191,7 +191,6 @@ class EmulatedGroup(_ProcessGroup):
         receives = destination == self.rank()
         call = Call("send", _bytes(tensors), ends, _dtype(tensors))
         inputs, outputs = ((), tuple(tensors)) if receives else (tuple(tensors), ())
-        found = self._mailbox.receive(tensors[0]) if receives else None
         if not receives:
             self._mailbox.send(tensors[0])
         # counted for each pair and direction: other ranks of the group know nothing of it
@@ -199,7 +198,7 @@ class EmulatedGroup(_ProcessGroup):
         return self._submit(
             EmulatedOperation(
                 call, self.group_name, sequence, int(receives), inputs, outputs, self.timeout,
-                asynchronous=True, root=source, source=found,
+                asynchronous=True, root=source, mailbox=self._mailbox if receives else None,
             )
         )  # fmt: skip
 
@@ -367,9 +366,6 @@ class EmulatedGroup(_ProcessGroup):
         return self.new_group([self.ranks[r] for r in ranks], timeout, opts, name, group_desc)
 
     splitGroup = split_group  # as C++ calls it
-
-    def merge_remote_group(self, *args: Any, **options: Any) -> Any:
-        raise RewriterError("emulated groups cannot be merged: all ranks of a job are known when it starts")
 
     # --- its end ---
 

@@ -60,7 +60,7 @@ def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module:
 
     A job is from the start of its default process group to its end.
     """
-    found: dict[int, float] = {}
+    seconds_of: dict[int, float] = {}
     with scratch_folder("emulated") as directory:
         for rank in config.real:
             file = directory / str(rank)
@@ -73,11 +73,11 @@ def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module:
                     f"rank {rank}: its process ended, but not its process group, so that it is not known how long it "
                     "took. Let the script call torch.distributed.destroy_process_group()"
                 )
-            found[rank] = float(file.read_text(encoding="ascii"))
-    for rank, seconds in found.items():
+            seconds_of[rank] = float(file.read_text(encoding="ascii"))
+    for rank, seconds in seconds_of.items():
         sys.stderr.write(f"rank {rank}: {seconds:.6g} s\n")
-    longest = max(found, key=found.__getitem__)
-    sys.stderr.write(f"the job: {found[longest]:.6g} s, as long as rank {longest}\n")
+    longest = max(seconds_of, key=seconds_of.__getitem__)
+    sys.stderr.write(f"the job: {seconds_of[longest]:.6g} s, as long as rank {longest}\n")
     return 0
 
 

@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from rewriter.emulation.values import MessageSource, uniform
+from rewriter.emulation.values import Mailbox, uniform
 from rewriter.fabric import Call
 
 Tensors = tuple[Tensor, ...]
@@ -34,8 +35,8 @@ class EmulatedOperation:
 
     `rank`: this process's index in `call.ranks`; of a send, `call.ranks` are (sender, receiver). `root`: index in
     `call.ranks` of the one rank that a broadcast, reduce, gather or scatter has; of a message, its sender's in the
-    group. `group` and `sequence`: the process
-    group's name, and how many operations it had before: what identifies an operation, the same on all real ranks.
+    group. `group` and `sequence`: the process group's name, and the number of operations that it had before: what
+    identifies an operation, the same on all real ranks.
     `timeout`: seconds. `asynchronous`: the caller goes on meanwhile.
     """
 
@@ -49,7 +50,7 @@ class EmulatedOperation:
     asynchronous: bool = False
     root: int | None = None
     reduction: Reduction = "sum"
-    source: MessageSource | None = None  # of a message that this rank receives
+    mailbox: Mailbox | None = None  # for a message that this rank receives
     parts: tuple[EmulatedOperation, ...] = ()  # of a fused one
     called: float = field(default_factory=time.monotonic)  # when this rank came to it, seconds of `time.monotonic`
 
@@ -84,8 +85,10 @@ class EmulatedOperation:
         if self.parts:
             for part in self.parts:
                 part.fill()
-        elif self.source is not None:
-            self.source.write(self.outputs)
+        elif self.mailbox is not None:
+            with torch.no_grad():
+                for x in self.outputs:
+                    self.mailbox.write(x)
         else:
             uniform(self.call.kind, self.inputs, self.outputs, self.call.size, self.rank, self.root, self.reduction)
 

@@ -56,38 +56,38 @@ def plan(kind: Kind, nbytes: int, itemsize: int, ranks: int, rank: int, root: in
             nbytes = round(nbytes * (all_ranks - 1) / all_ranks / (RANKS - 1) * RANKS / unit) * unit
     shard = nbytes // ranks
     if kind in ("all_reduce", "reduce_scatter"):  # torch's gloo reduces all, then takes its part
-        found = _ring(nbytes, itemsize, ranks, rank, 2)
+        made = _ring(nbytes, itemsize, ranks, rank, 2)
     elif kind == "reduce":
-        found = _reduce(nbytes, itemsize, ranks, rank, rank == root)
+        made = _reduce(nbytes, itemsize, ranks, rank, rank == root)
     elif kind == "all_gather":
-        found = _all_gather(shard, ranks)
+        made = _all_gather(shard, ranks)
     elif kind == "all_to_all":
         every = tuple(PlannedMessage((rank + i) % ranks * shard, shard, 0) for i in range(1, ranks))
-        found = Plan(every, every)
+        made = Plan(every, every)
     elif kind == "broadcast":
-        found = _broadcast(nbytes, ranks, (rank - (root or 0)) % ranks)
+        made = _broadcast(nbytes, ranks, (rank - (root or 0)) % ranks)
     elif kind in ("gather", "scatter"):
         many = tuple(PlannedMessage(i * shard, shard, 0) for i in range(ranks) if i != root)
         one = (PlannedMessage(0, shard, 0),)
-        found = Plan((), many) if rank == root else Plan(one, ())
+        made = Plan((), many) if rank == root else Plan(one, ())
         if kind == "scatter":
-            found = Plan(found.receives, found.sends)
+            made = Plan(made.receives, made.sends)
     elif kind == "send":
         one = (PlannedMessage(0, nbytes, 0),)
-        found = Plan(one, ()) if rank == 0 else Plan((), one)
+        made = Plan(one, ()) if rank == 0 else Plan((), one)
     elif kind == "barrier":  # dissemination: a round passes on what all rounds before brought
         rounds = tuple(PlannedMessage(0, 0, i) for i in range((ranks - 1).bit_length()))
-        found = Plan(rounds, rounds)
+        made = Plan(rounds, rounds)
     else:
         raise RewriterError(f"{kind}: a collective without a plan of its messages. Use --mode delay")
-    if not found.receives:  # the rank must learn of the end
-        found = Plan(found.sends, (PlannedMessage(0, 0, len(found.sends)),))
-    return _cut(found)
+    if not made.receives:  # the rank must learn of the end
+        made = Plan(made.sends, (PlannedMessage(0, 0, len(made.sends)),))
+    return _cut(made)
 
 
-def _cut(found: Plan) -> Plan:
+def _cut(made: Plan) -> Plan:
     """The same with messages of at most SEGMENT bytes, so that their moments are spread over the time."""
-    sent, received = ([0, *accumulate(max(1, -(-m.length // SEGMENT)) for m in chain)] for chain in found)
+    sent, received = ([0, *accumulate(max(1, -(-m.length // SEGMENT)) for m in chain)] for chain in made)
 
     def cut(chain: tuple[PlannedMessage, ...], other: list[int]) -> tuple[PlannedMessage, ...]:
         return tuple(
@@ -96,7 +96,7 @@ def _cut(found: Plan) -> Plan:
             for at in range(0, max(1, m.length), SEGMENT)
         )
 
-    return Plan(cut(found.sends, received), cut(found.receives, sent))
+    return Plan(cut(made.sends, received), cut(made.receives, sent))
 
 
 def _folded(rank: int, root: int | None, ranks: int) -> tuple[int, int | None]:

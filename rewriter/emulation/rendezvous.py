@@ -1,7 +1,7 @@
 """Several real ranks in one job on this machine: each reports to the others when it comes to a collective, over TCP.
 
-A collective begins when its last real member has come. What one of them sends to the others that is more than time (the
-values of a broadcast, of a message) travels along, where it is small or a program's own bookkeeping: integers.
+A collective begins when its last real member has come. The values of a broadcast or of a message travel along, where
+they are few or a program's bookkeeping: integers.
 """
 
 from __future__ import annotations
@@ -39,12 +39,6 @@ class _Meeting:
     then: Then | None = None
 
 
-@dataclass
-class _RealPeer:
-    connection: Connection
-    sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in different threads
-
-
 class Rendezvous:
     """The connections of real rank `own` to the other `real` ones, found through `store`.
 
@@ -54,6 +48,7 @@ class Rendezvous:
     def __init__(self, store: Any, real: tuple[int, ...], own: int, timeout: float) -> None:
         self.real, self.own = real, own
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # groups may be in different threads
         self._meetings: dict[str, _Meeting] = {}
         self._gone: set[int] = set()
         self.leaves_last = False
@@ -70,13 +65,12 @@ class Rendezvous:
         if not members:
             return False
         key = _key(operation)
-        text = json.dumps({"key": key, "what": _what(operation), "time": now}).encode()
+        text = json.dumps([key, now, _what(operation)]).encode()
         values = _carried(operation)
         for rank in members:
-            peer = self._peers[rank]
-            with contextlib.suppress(OSError), peer.sending:  # who is gone is noticed by the thread
-                peer.connection.send_bytes(text)
-                peer.connection.send_bytes(values)
+            with contextlib.suppress(OSError), self._sending:  # who is gone is noticed by the thread
+                self._peers[rank].send_bytes(text)
+                self._peers[rank].send_bytes(values)
         with self._lock:
             meeting = self._meetings.setdefault(key, _Meeting())
             meeting.operation, meeting.now, meeting.then = operation, now, then
@@ -111,14 +105,14 @@ class Rendezvous:
         meeting.then(max([meeting.now, *(time for time, _, _ in meeting.came.values())]), values, error)
 
     def _listen(self) -> None:
-        ranks: dict[Any, int] = {peer.connection: rank for rank, peer in self._peers.items()}
+        ranks: dict[Any, int] = {connection: rank for rank, connection in self._peers.items()}
         while True:
             readable: list[Any] = wait([self._woken, *ranks])
             for ready in readable:
                 if ready is self._woken:
                     return
                 try:
-                    line, values = json.loads(ready.recv_bytes()), ready.recv_bytes()
+                    (key, *came), values = json.loads(ready.recv_bytes()), ready.recv_bytes()
                 except (OSError, EOFError):
                     with self._lock:
                         self._gone.add(ranks.pop(ready))
@@ -126,9 +120,9 @@ class Rendezvous:
                         self._settle(key)
                 else:
                     with self._lock:
-                        meeting = self._meetings.setdefault(line["key"], _Meeting())
-                        meeting.came[ranks[ready]] = line["time"], line["what"], values
-                    self._settle(line["key"])
+                        meeting = self._meetings.setdefault(key, _Meeting())
+                        meeting.came[ranks[ready]] = (*came, values)
+                    self._settle(key)
 
     def close(self) -> None:
         """Leave: the others' operations with this rank fail from now, or (`leaves_last`) this process's end on."""
@@ -136,8 +130,8 @@ class Rendezvous:
             self._wake.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join()
-        for peer in self._peers.values() if not self.leaves_last else ():
-            peer.connection.close()
+        for connection in self._peers.values() if not self.leaves_last else ():
+            connection.close()
         self._wake.close()
         self._woken.close()
 
@@ -174,14 +168,14 @@ def write(values: bytes, outputs: tuple[Tensor, ...]) -> None:
             x.data.copy_(part.clone().view(x.dtype).view(x.shape))
 
 
-def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> dict[int, _RealPeer]:
+def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> dict[int, Connection]:
     """A connection to each other real rank: the higher rank connects to the lower."""
     peers = {}
 
     def add(rank: int, connection: socket.socket) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peers[rank] = _RealPeer(Connection(connection.detach()))
+        peers[rank] = Connection(connection.detach())
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(timeout)

@@ -2,8 +2,9 @@
 
 They have no meaning, but what follows them stays in range: sums are as large as sums of as many ranks,
 quantized payloads can be decoded, counts add up. A scatter's shard from a rank of which nothing is known is zeros; a
-broadcast leaves what the rank has. A rank receives what it sends itself: of one size and dtype, oldest first, since
-programs begin receives before the sends that belong to them, or after. What nothing was sent for is zeros.
+broadcast leaves what the rank has. A rank receives what it sends itself: of one size and dtype, oldest first, as known
+when it waits, since programs begin receives before the sends that belong to them, or after. What nothing was sent for
+is zeros.
 
 Tensors are written through `.data`: c10d's backends do not report them to autograd either.
 """
@@ -13,14 +14,12 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rewriter.fabric import Kind
 
-_Likeness = tuple[int, torch.dtype]
 _KEPT = 64  # sends that no receive belonged to
 # no arithmetic: what is summed in them is taken as it is
 _OPAQUE = (torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -111,44 +110,21 @@ def _copy(x: Tensor, out: Tensor) -> None:
         out.copy_(x)
 
 
-@dataclass
-class MessageSource:
-    """The tensor that a receive gets, as far as it is known."""
-
-    tensor: Tensor | None = None
-
-    def write(self, outputs: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for x in outputs:
-                x.data.zero_() if self.tensor is None else x.data.copy_(self.tensor.data.reshape(x.shape))
-
-
 class Mailbox:
+    """Tensors that this rank sends, which are alive until their operations end."""
+
     def __init__(self) -> None:
         self._sent: deque[weakref.ref[Tensor]] = deque(maxlen=_KEPT)
-        self._expected: deque[tuple[weakref.ref[MessageSource], _Likeness]] = deque(maxlen=_KEPT)
 
     def send(self, x: Tensor) -> None:
-        """This rank sends `x`, which is alive until its operation ends."""
-        for index, (held, like) in enumerate(self._expected):
-            source = held()
-            if source is not None and _likeness(x) == like:
-                source.tensor = x
-                del self._expected[index]
-                return
         self._sent.append(weakref.ref(x))
 
-    def receive(self, x: Tensor) -> MessageSource:
-        """This rank receives into `x`; what it gets may be known later."""
+    def write(self, out: Tensor) -> None:
+        """Take the oldest tensor of the size and dtype of `out` as its values."""
         for index, held in enumerate(self._sent):
             sent = held()
-            if sent is not None and _likeness(sent) == _likeness(x):
+            if sent is not None and (sent.numel(), sent.dtype) == (out.numel(), out.dtype):
                 del self._sent[index]
-                return MessageSource(sent)
-        source = MessageSource()
-        self._expected.append((weakref.ref(source), _likeness(x)))
-        return source
-
-
-def _likeness(x: Tensor) -> _Likeness:
-    return x.numel(), x.dtype
+                out.data.copy_(sent.data.reshape(out.shape))
+                return
+        out.data.zero_()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation.cpu_progress import CpuProgress
-from rewriter.emulation.exchange import ANNOUNCE, ERROR, ZEROS, Announced, Connection, Exchange, Loop, frame
+from rewriter.emulation.exchange import ANNOUNCE, ERROR, ZEROS, Announced, Connection, Loop, MessageExchange, frame
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.plan import SEGMENT, PlannedMessage
 from rewriter.emulation.rendezvous import Rendezvous
@@ -37,8 +37,6 @@ CONNECT_SECONDS = 60.0
 class WireWork(EmulatedWork):
     """An operation whose messages have all arrived may still have to last: `arrive` gives the time."""
 
-    due = 0.0
-
     def arrive(self, due: float) -> None:
         """All messages are through; it ends at `due`, seconds of `time.monotonic`, or later, or now."""
         self.due = due
@@ -49,16 +47,13 @@ class WireWork(EmulatedWork):
         if self.awaited_as_future:
             self._timer.add(self)
 
-    def deadline(self) -> float:
-        return self.due if self.underway is None else max(self.due, self._progress.end(self.underway))
 
-
-class RankExchange(Exchange):
+class RankExchange(MessageExchange):
     """The rank's part of an operation under way. `room` is where what is to be summed up arrives."""
 
     def __init__(self, operation: EmulatedOperation, work: WireWork, announced: Announced, room: Tensor) -> None:
-        found = announced.plan
-        super().__init__(operation.title, found.sends, found.receives)
+        messages = announced.plan
+        super().__init__(operation.title, messages.sends, messages.receives)
         self.operation, self.work = operation, work
         self._room, self._filled, self._due = room, False, 0
         # What is sent is read where it is. Several tensors, or strided ones, which gloo would copy together first:
@@ -66,7 +61,7 @@ class RankExchange(Exchange):
         flat = _flat(operation.inputs)
         self._source = None if flat is None else _bytes(flat)
         self._target: Tensor | None = None
-        if any(message.reduced for message in found.receives):
+        if any(message.reduced for message in messages.receives):
             # A reduction sums up in the tensor itself; a reduce_scatter, as torch's gloo, in a copy of its input.
             self._target = flat.clone() if flat is not None and announced.kind == "reduce_scatter" else flat
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -78,6 +79,7 @@ class EmulatedWork(OperationWork):
     def __init__(self, operation: EmulatedOperation, progress: CpuProgress, timer: Timer) -> None:
         super().__init__(operation)
         self.underway: Underway | None = None
+        self.due = math.inf
         self.spent = 0.0  # seconds of CPU time that the timer's thread spent on it
         self._progress, self._timer = progress, timer
         self._ready = threading.Event()
@@ -93,9 +95,9 @@ class EmulatedWork(OperationWork):
         self._ready.set()
 
     def deadline(self) -> float:
-        """When an operation that is ready ends, if the rank waits for it: seconds of `time.monotonic`. It may be later
-        when it is asked again. For engines that call `ready` to define."""
-        raise NotImplementedError
+        """When the operation ends, if the rank waits for it: seconds of `time.monotonic`. Not before `due`; it may be
+        later when it is asked again."""
+        return self.due if self.underway is None else max(self.due, self._progress.end(self.underway))
 
     def finish(self, error: BaseException | None = None) -> None:
         """It is over now. What is waiting goes on, or raises `error`; only the first call counts."""

@@ -7,14 +7,12 @@ between nodes:
 |--------------|---------------------------------|---------------------------------|-------------------|
 | ring         | 2 (n-1) α + 2 (n-1)/n S/B       | (n-1) α + (n-1)/n S/B           | (n-1) α + S/B     |
 | tree         | 2 log2(n) α + 2 S/B             | –                               | log2(n) α + S/B   |
-| one-shot     | α + (n-1) S/B                   | α + (n-1)/n S/B                 | α + (n-1) S/B     |
-| two-shot     | 2 α + 2 (n-1)/n S/B             | α + (n-1)/n S/B                 | –                 |
 | hierarchical | that of g ranks inside, and that of k ranks with S/g between, one after the other                 |
 
-all_to_all is (n-1) α + (n-1)/n S/B by ring and α + (n-1)/n S/B in one shot, gather and scatter α + (n-1)/n S/B, a send
-α + S/B, and a barrier is an all_reduce of nothing. A ring changes nodes as rarely as it can: n - k of n - 1 steps stay
-inside, and B is the less of the link inside and g links between. Where an algorithm has no formula for a collective,
-the ring's counts.
+all_to_all is (n-1) α + (n-1)/n S/B, gather and scatter α + (n-1)/n S/B, a send α + S/B, and a barrier is an all_reduce
+of nothing. A ring changes nodes as rarely as it can: n - k of n - 1 steps stay inside, and B is the less of the link
+inside and g links between. Where a tree has no formula for a collective, the ring's counts. As NCCL does, the fastest
+is taken.
 
 Formulas: Thakur, Rabenseifner & Gropp, IJHPCA 19(1), 2005; Sanders, Speck & Träff, Parallel Computing 35, 2009 (two
 trees).
@@ -28,10 +26,10 @@ from typing import Literal
 
 from rewriter.common.errors import RewriterError
 from rewriter.fabric.calls import NO_DELAY, Call, Delay
-from rewriter.fabric.links import Link, Placement, occupied, place
+from rewriter.fabric.links import GroupPlacement, Link, occupied, place
 
 Wire = Literal["nvlink", "pci"]
-Algorithm = Literal["ring", "tree", "one-shot", "two-shot", "hierarchical", "auto"]
+Algorithm = Literal["ring", "tree", "hierarchical"]
 
 
 @dataclass(frozen=True)
@@ -94,14 +92,13 @@ def nccl(wire: Wire) -> tuple[Protocol, ...]:
 class AlphaBeta:
     """`inside` links the ranks of a node of `node` ranks, `between` the nodes.
 
-    `algorithm` "auto" takes the fastest of ring and tree, as NCCL does, and hierarchical where a group spans nodes.
-    `protocols` are the ways in which a library sends (NCCL: LL, LL128, Simple); the fastest counts.
+    The fastest of ring, tree and, where a group spans nodes, hierarchical counts, and of `protocols`, the ways in which
+    a library sends (NCCL: LL, LL128, Simple).
     """
 
     inside: Link
     between: Link | None = None
     node: int = 1
-    algorithm: Algorithm = "auto"
     protocols: tuple[Protocol, ...] = (PLAIN,)
 
     def delay(self, call: Call) -> Delay:
@@ -109,11 +106,15 @@ class AlphaBeta:
         if call.size < 2:
             return NO_DELAY
         placement, links = self.placed(call)
-        latency, transfer = min(self._candidates(call, placement), key=sum)
+        spans = placement.nodes > 1 and placement.together > 1
+        algorithms: tuple[Algorithm, ...] = ("ring", "tree", "hierarchical") if spans else ("ring", "tree")
+        latency, transfer = min(
+            (self.time(name, protocol, call, placement) for name in algorithms for protocol in self.protocols), key=sum
+        )
         return Delay(latency + transfer, transfer, links, note="by formula (α-β), not measured")
 
-    def placed(self, call: Call) -> tuple[Placement, tuple[str, ...]]:
-        """Where the ranks of `call` are, and the names of the links that it holds.
+    def placed(self, call: Call) -> tuple[GroupPlacement, tuple[str, ...]]:
+        """The nodes of the ranks of `call`, and the names of the links that it holds.
 
         Raises RewriterError for a group that spans nodes where no link joins them.
         """
@@ -125,52 +126,34 @@ class AlphaBeta:
             )
         return placement, occupied(placement, self.node, self.inside, self.between)
 
-    def _candidates(self, call: Call, placement: Placement) -> list[tuple[float, float]]:
-        """(latency, transfer) by each algorithm and protocol that may be chosen."""
-        algorithms: tuple[Algorithm, ...] = (self.algorithm,)
-        if self.algorithm == "auto":
-            spans = placement.nodes > 1 and placement.together > 1
-            algorithms = ("ring", "tree", "hierarchical") if spans else ("ring", "tree")
-        return [self._time(name, protocol, call, placement) for name in algorithms for protocol in self.protocols]
-
-    def _time(self, algorithm: Algorithm, protocol: Protocol, call: Call, placement: Placement) -> tuple[float, float]:
+    def time(self, algorithm: Algorithm, protocol: Protocol, call: Call, where: GroupPlacement) -> tuple[float, float]:
+        """(latency, transfer) in seconds."""
         if algorithm == "hierarchical":
-            return self._hierarchical(protocol, call, placement)
-        steps = protocol.steps("tree" if algorithm == "tree" else "ring", self.inside, self.between)
-        n, k = placement.size, placement.nodes
-        bandwidth = self._bandwidth(placement) * steps.share
+            g, nodes = where.together, where.nodes
+            near, far = split(call, g, nodes)
+            one_node = GroupPlacement(where.first[:g], 1, g)
+            one_of_each = GroupPlacement(where.first[:1], nodes, nodes)
+            stages = ((near, one_node), (far, one_of_each))
+            times = [self.time("ring", protocol, part, placed) for part, placed in stages if placed.size > 1]
+            return sum(latency for latency, _ in times), sum(transfer for _, transfer in times)
+        steps = protocol.steps(algorithm, self.inside, self.between)
+        n, k = where.size, where.nodes
+        within = self.inside.bandwidth if where.together > 1 else math.inf
+        across = self.between.bandwidth * where.together if self.between and k > 1 else math.inf
+        bandwidth = min(within, across) * steps.share
         latency = (n - k) * steps.inside + (k - 1) * steps.between
-        shot = steps.between if k > 1 else steps.inside
         part, size, kind = (n - 1) / n, call.nbytes / bandwidth, call.kind
         if kind in ("send", "gather", "scatter"):
-            return steps.base + shot, size if kind == "send" else part * size
-        if algorithm in ("one-shot", "two-shot"):
-            if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-                return steps.base + shot, part * size
-            if kind in ("all_reduce", "barrier") and algorithm == "two-shot":
-                return steps.base + 2 * shot, 2 * part * size
-            if algorithm == "one-shot":
-                return steps.base + shot, (n - 1) * size
+            step = steps.between if k > 1 else steps.inside
+            return steps.base + step, size if kind == "send" else part * size
         if algorithm == "tree" and kind in ("all_reduce", "barrier", "broadcast", "reduce"):
-            hops = placement.together - 1 if protocol.chained else math.ceil(math.log2(placement.together))
+            hops = where.together - 1 if protocol.chained else math.ceil(math.log2(where.together))
             depth = hops * steps.inside + math.ceil(math.log2(k)) * steps.between
             both = 2 if kind in ("all_reduce", "barrier") else 1
             return steps.base + both * depth, both * size
         if kind in ("all_reduce", "barrier"):
             return steps.base + 2 * latency, 2 * part * size
         return steps.base + latency, (1 if kind in ("broadcast", "reduce") else part) * size
-
-    def _hierarchical(self, protocol: Protocol, call: Call, placement: Placement) -> tuple[float, float]:
-        g, k = placement.together, placement.nodes
-        near, far = split(call, g, k)
-        stages = ((near, Placement(placement.first[:g], 1, g)), (far, Placement(placement.first[:1], k, k)))
-        times = [self._time("ring", protocol, part, where) for part, where in stages if where.size > 1]
-        return sum(latency for latency, _ in times), sum(transfer for _, transfer in times)
-
-    def _bandwidth(self, placement: Placement) -> float:
-        inside = self.inside.bandwidth if placement.together > 1 else math.inf
-        between = self.between.bandwidth * placement.together if self.between and placement.nodes > 1 else math.inf
-        return min(inside, between)
 
 
 def split(call: Call, together: int, nodes: int) -> tuple[Call, Call]:

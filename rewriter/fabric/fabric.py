@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -11,12 +10,12 @@ from typing import Any, TypeAlias
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
-from rewriter.fabric.alpha_beta import PLAIN, Algorithm, AlphaBeta, Protocol
+from rewriter.fabric.alpha_beta import PLAIN, AlphaBeta, Protocol
 from rewriter.fabric.calls import Call, Delay, DelayModel, Kind, received_bytes
 from rewriter.fabric.links import Channel, Device, Link
-from rewriter.fabric.measured_delays import BEST, FUSED, Best, Fused, FusedSum, Measured
-from rewriter.fabric.overlap import NONE, Overlap
-from rewriter.fabric.tables import Table, TableKey, find
+from rewriter.fabric.measured_delays import BEST, FUSED, Best, FusedDelays, FusedSum, MeasuredDelays
+from rewriter.fabric.overlap import NONE, OverlapCosts
+from rewriter.fabric.tables import Table, shipped_table
 
 # NCCL starts another block once each of its 512 threads has 8 bytes per rank of the group (src/include/comm.h,
 # NCCL_LL_THREAD_THRESHOLD); kernels like vLLM's once each of 512 has 16 bytes to load (csrc/custom_all_reduce.cuh).
@@ -32,7 +31,7 @@ MakeModel: TypeAlias = Callable[..., DelayModel]
 
 @dataclass(frozen=True)
 class TableChoice:
-    """A shipped table by name: see `rewriter.fabric.tables.find`."""
+    """A shipped table by name."""
 
     system: str
     library: str
@@ -45,7 +44,7 @@ class Fabric:
 
     `modelled`: its durations come from formulas, no measurement of it is known. `model`: "measured" (`tables`, shipped
     or its own), "alpha-beta", or a model of someone else's: the name of an entry point in the group
-    `rewriter.delay_models`, or from Python the class itself. `algorithm` and `protocols` are those of the α-β model.
+    `rewriter.delay_models`, or from Python the class itself. `protocols` are those of the α-β model.
     `blocks`: CUDA blocks that a library's collective holds at most, by library; empty for devices that are no GPUs.
     `overlap`: what overlap costs. `fused`: the all-reduce that servers have for a sum that is added to a residual and
     normed. `sources`: where each figure is from, by its place in the file.
@@ -59,11 +58,10 @@ class Fabric:
     summary: str = ""
     modelled: bool = False
     model: str | MakeModel = "alpha-beta"
-    algorithm: Algorithm = "auto"
     protocols: tuple[Protocol, ...] = (PLAIN,)
     tables: tuple[TableChoice | Table, ...] = ()
     blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
-    overlap: Overlap = NONE
+    overlap: OverlapCosts = NONE
     fused: FusedSum | None = None
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -101,7 +99,7 @@ class Fabric:
     @property
     def formula(self) -> AlphaBeta:
         """The α-β model of its links, which all fabrics have."""
-        return AlphaBeta(self.inside, self.between, self.node, self.algorithm, self.protocols)
+        return AlphaBeta(self.inside, self.between, self.node, self.protocols)
 
     def delay_model(self, library: str | None = None, graphed: bool = False) -> DelayModel:
         """The model of delays by `library`, one of `backends` (None: the first), eager or replayed from a CUDA
@@ -111,11 +109,13 @@ class Fabric:
         """
         name = library or (self.backends[0] if self.backends else "nccl")
         if name == BEST and self.backends[:1] == (BEST,):
-            return Best({one: self.delay_model(one, graphed) for one in self.backends[1:] if self._has(one, graphed)})
+            measured = {table.library for table in self._measured(graphed)}
+            names = {one: self.fused.library if one == FUSED and self.fused else one for one in self.backends[1:]}
+            return Best({one: self.delay_model(one, graphed) for one, name in names.items() if name in measured})
         if name == FUSED and self.fused is not None:
-            return Fused(self.fused, self.delay_model(self.fused.library, graphed))
+            return FusedDelays(self.fused, self.delay_model(self.fused.library, graphed))
         if self.model == "measured":
-            model: DelayModel = Measured(self._tables(name, graphed), self.formula)
+            model: DelayModel = MeasuredDelays(self._tables(name, graphed), self.formula)
         elif self.model == "alpha-beta":
             model = self.formula
         else:
@@ -125,24 +125,14 @@ class Fabric:
         own = {kind for table in self.chosen_tables() if table.library == name for kind, _ in table.curves}
         return _Holding(model, name, frozenset(own), self.blocks)
 
-    def _has(self, library: str, graphed: bool) -> bool:
-        """True for a library that was measured in this way; some were in graphs only."""
-        name = self.fused.library if library == FUSED and self.fused else library
-        try:
-            self._tables(name, graphed)
-        except RewriterError:
-            return False
-        return True
-
     def chosen_tables(self) -> tuple[Table, ...]:
         """All tables that it may answer from."""
-        found: dict[TableKey, Table] = {}
-        for table in self.tables:
-            for graphed in (False, True):
-                with contextlib.suppress(RewriterError):  # a library that was measured one way only
-                    one = _table(table, graphed)
-                    found[one.key] = one
-        return tuple(found.values())
+        both = [(_table(table, False), _table(table, True)) for table in self.tables]
+        return tuple({table.key: table for pair in both for table in pair if table is not None}.values())
+
+    def _measured(self, graphed: bool) -> list[Table]:
+        """Its tables of one way of launching; some libraries were measured in graphs only."""
+        return [one for table in self.tables if (one := _table(table, graphed)) is not None]
 
     def figures(self) -> dict[str, Any]:
         """Its name, device, node and links as plain values."""
@@ -155,14 +145,17 @@ class Fabric:
             raise RewriterError(
                 f"fabric {self.name}: {library!r} was not measured on it; {', '.join(self.backends) or 'nothing'} was."
             )
-        fitting = [table for table in self.tables if table.library in (library, "nccl", "gloo")]
-        return tuple(_table(table, graphed) for table in sorted(fitting, key=lambda table: table.library != library))
+        fitting = [table for table in self._measured(graphed) if table.library in (library, "nccl", "gloo")]
+        if all(table.library != library for table in fitting):
+            how = "in CUDA graphs" if graphed else "outside of CUDA graphs"
+            raise RewriterError(f"fabric {self.name}: {library} was not measured {how}. Take another library")
+        return tuple(sorted(fitting, key=lambda table: table.library != library))
 
 
-def _table(table: TableChoice | Table, graphed: bool) -> Table:
+def _table(table: TableChoice | Table, graphed: bool) -> Table | None:
     if isinstance(table, Table):
         return table
-    return find(table.system, table.library, version=table.version, graphed=graphed)
+    return shipped_table(table.system, table.library, table.version, graphed)
 
 
 @dataclass(frozen=True)
@@ -193,7 +186,7 @@ def find_model(model: str | MakeModel) -> MakeModel:
     A name comes from a file, and files come from elsewhere: nothing else is imported for one. Raises RewriterError for
     a name that no package registers, and for what cannot be imported or makes no delay model.
     """
-    name, found = str(model), model
+    name, maker = str(model), model
     if isinstance(model, str):
         known = {point.name: point for point in entry_points(group=_MODELS)}
         if model not in known:
@@ -202,19 +195,16 @@ def find_model(model: str | MakeModel) -> MakeModel:
                 f"{did_you_mean(name, ('measured', 'alpha-beta', *known))}{NO_CODE if ':' in name else ''}"
             )
         try:
-            found = known[model].load()
+            maker = known[model].load()
         except (ImportError, ValueError, AttributeError) as error:
             raise RewriterError(
                 f"delay model {name!r:.60}: its entry point cannot be imported: {error}. Install its package again."
             ) from None
-    if not callable(found):
-        raise RewriterError(f"delay model {name!r:.60}: {type(found).__name__} is no class. Name a class.")
-    maker = found
 
     def make(*arguments: object) -> DelayModel:
-        made = maker(*arguments)
+        made = maker(*arguments) if callable(maker) else None
         if not isinstance(made, DelayModel):
-            raise RewriterError(f"delay model {name!r:.60}: it has no method delay(call), which a model has.")
+            raise RewriterError(f"delay model {name!r:.60}: it is no class with a method delay(call), as models are.")
         return made
 
     return make

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -110,7 +111,7 @@ class KernelTable:
         grid, on = self.products.get(known), on or self.own
         if grid is None or known not in on.flops:
             return None
-        return float(grid.ratio(columns, depth, rows) * self._product_reference(known, on)(columns, depth, rows))
+        return float(grid.ratio(columns, depth, rows) * self._product_reference(known, on, columns, depth, rows))
 
     def attention(
         self,
@@ -134,8 +135,8 @@ class KernelTable:
         if grid is None or known not in on.flops:
             return None
         tokens = keys if queries == 1 else queries
-        reference = self._attention_reference(phase, known, on)(head_dim, group, streams, tokens, pairs)
-        return float(grid.ratio(head_dim, group, streams, tokens) * reference)
+        place = head_dim, group, streams, tokens
+        return float(grid.ratio(*place) * self._attention_reference(phase, known, on, *place, pairs))
 
     def experts(
         self, tokens: int, width: int, hidden: int, chosen: int, count: int, dtype: str, on: Promised | None = None
@@ -144,11 +145,11 @@ class KernelTable:
         known, on = _ALIKE.get(dtype, dtype), on or self.own
         if known not in self._experts or known not in on.flops:
             return None
-        shapes, grids = self._experts[known]
+        grids = self._experts[known]
         asked = np.log([width, hidden, chosen, count])
-        shape = min(shapes, key=lambda s: float(np.abs(np.log(s) - asked).sum()))
-        reference = self._experts_reference((width, hidden, chosen, count), known, on)
-        return float(grids[shape].ratio(tokens) * reference(tokens))
+        shape = min(grids, key=lambda s: float(np.abs(np.log(s) - asked).sum()))
+        reference = self._experts_reference((width, hidden, chosen, count), known, on, tokens)
+        return float(grids[shape].ratio(tokens) * reference)
 
     def glue(self, nbytes: float, rows: int, columns: int, on: Promised | None = None) -> float | None:
         """Seconds of a kernel that reads and writes `nbytes` once. `columns`: values of each of `rows` rows that are
@@ -161,63 +162,53 @@ class KernelTable:
 
     def errors(self) -> dict[str, Array]:
         """Held-out errors by what was measured, along the axes that sizes vary in."""
-        found: dict[str, Array] = {}
+        grids: dict[str, list[tuple[Grid, int]]] = {}
         for dtype, grid in self.products.items():
-            found[f"products {dtype}, up to 64 rows"] = np.concatenate(
-                [self._few_rows(dtype).held_out(axis) for axis in range(3)]
-            )
-            found[f"products {dtype}"] = np.concatenate([grid.held_out(axis) for axis in range(3)])
+            few_rows = self._product_grid(dtype, 64)
+            grids[f"products {dtype}, up to 64 rows"] = [(few_rows, axis) for axis in range(3)]
+            grids[f"products {dtype}"] = [(grid, axis) for axis in range(3)]
         for (phase, dtype), grid in self._attention.items():
-            name = f"{phase.replace('_', ' ')} {dtype}"
-            found[name] = np.concatenate([grid.held_out(axis) for axis in (2, 3)])
-        for dtype, (_, grids) in self._experts.items():
-            found[f"experts {dtype}"] = np.concatenate([grid.held_out(0) for grid in grids.values()])
+            grids[f"{phase.replace('_', ' ')} {dtype}"] = [(grid, axis) for axis in (2, 3)]
+        for dtype, by_shape in self._experts.items():
+            grids[f"experts {dtype}"] = [(grid, 0) for grid in by_shape.values()]
         if self.file["glue"]:
-            found["glue"] = np.concatenate([self._pointwise.held_out(0), self._reduction.held_out(1)])
-        return found
+            grids["glue"] = [(self._pointwise, 0), (self._reduction, 1)]
+        return {what: np.concatenate([grid.held_out(axis) for grid, axis in some]) for what, some in grids.items()}
 
     # --- grids ---
 
     @cached_property
     def products(self) -> dict[str, Grid]:
-        return {dtype: self._product_grid(dtype, None) for dtype in self.file["products"]}
+        return {dtype: self._product_grid(dtype) for dtype in self.file["products"]}
 
-    def _few_rows(self, dtype: str) -> Grid:
-        return self._product_grid(dtype, 64)
-
-    def _product_grid(self, dtype: str, most: int | None) -> Grid:
-        found = self.file["products"][dtype]
-        columns, depth, rows = (np.asarray(found[axis], dtype=float) for axis in ("columns", "depth", "rows"))
-        seconds = self._seconds("products", found)
+    def _product_grid(self, dtype: str, most_rows: float = math.inf) -> Grid:
+        cells = self.file["products"][dtype]
+        columns, depth, rows = (np.asarray(cells[axis], dtype=float) for axis in ("columns", "depth", "rows"))
+        seconds = self._seconds("products", cells)
         weights = columns[:, None, None] * depth[None, :, None] * _BYTES[dtype]
         warm = _TURNS["products"] * weights < self.file["l2_bytes"]
         cold = (weights > 4 * self.file["l2_bytes"]) & (rows <= 16)
         rate = float(np.nanmedian(np.where(cold, weights / seconds, np.nan)))
         floor = float(np.nanmin(seconds))
         seconds = np.where(warm, np.maximum(seconds, floor + weights / rate), seconds)
-        kept = rows <= (most or rows[-1])
-        return Grid((columns, depth, rows[kept]), seconds[..., kept], self._product_reference(dtype, self.own))
+        kept = rows <= most_rows
+        return Grid((columns, depth, rows[kept]), seconds[..., kept], partial(self._product_reference, dtype, self.own))
 
-    def _product_reference(self, dtype: str, on: Promised) -> Reference:
-        size, flops = _BYTES[dtype], on.flops[dtype]
-
-        def reference(columns: Any, depth: Any, rows: Any) -> Any:
-            nbytes = size * depth * (columns + rows) + 2.0 * rows * columns
-            return self.floor + np.maximum(2.0 * rows * columns * depth / flops, nbytes / on.bandwidth)
-
-        return reference
+    def _product_reference(self, dtype: str, on: Promised, columns: Any, depth: Any, rows: Any) -> Any:
+        nbytes = _BYTES[dtype] * depth * (columns + rows) + 2.0 * rows * columns
+        return self.floor + np.maximum(2.0 * rows * columns * depth / on.flops[dtype], nbytes / on.bandwidth)
 
     @cached_property
     def _attention(self) -> dict[tuple[str, str], Grid]:
-        found = {}
+        grids = {}
         for phase in ("prefill_attention", "decode_attention"):
             for dtype, cells in self.file[phase].items():
                 axes = [cells[axis] for axis in ("head_dim", "group", "streams", "tokens")]
                 seconds = self._seconds(phase, cells)
                 if phase == "decode_attention":
                     seconds = self._from_memory(seconds, *(np.asarray(axis, dtype=float) for axis in axes))
-                found[phase, dtype] = Grid(axes, seconds, self._attention_reference(phase, dtype, self.own))
-        return found
+                grids[phase, dtype] = Grid(axes, seconds, partial(self._attention_reference, phase, dtype, self.own))
+        return grids
 
     def _from_memory(self, seconds: Array, head_dim: Array, group: Array, streams: Array, tokens: Array) -> Array:
         """Decode attention whose cache was in the L2 cache, as if it came from memory."""
@@ -226,58 +217,49 @@ class KernelTable:
         rate = np.where(nbytes > 4 * self.file["l2_bytes"], nbytes / seconds, np.nan)
         best = float(np.nanquantile(rate, 0.9)) if not np.isnan(rate).all() else self.own.bandwidth
         shortest = np.fmin.reduce(seconds, axis=3, keepdims=True)
-        found: Array = np.where(nbytes < self.file["l2_bytes"], np.maximum(seconds, shortest + nbytes / best), seconds)
-        return found
+        cached: Array = nbytes < self.file["l2_bytes"]
+        return np.where(cached, np.maximum(seconds, shortest + nbytes / best), seconds)
 
-    def _attention_reference(self, phase: str, dtype: str, on: Promised) -> Reference:
-        size, flops = _BYTES[dtype], on.flops[dtype]
-
-        def reference(head_dim: Any, group: Any, streams: Any, tokens: Any, pairs: float | None = None) -> Any:
-            cache = 2.0 * size * head_dim * streams * tokens
-            if phase == "decode_attention":
-                return self.floor + cache / on.bandwidth
-            seen = tokens * (tokens + 1) / 2 if pairs is None else pairs
-            moved = cache * (1 + group)
-            return self.floor + np.maximum(4.0 * seen * streams * group * head_dim / flops, moved / on.bandwidth)
-
-        return reference
+    def _attention_reference(
+        self, phase: str, dtype: str, on: Promised, head_dim: Any, group: Any, streams: Any, tokens: Any,
+        pairs: float | None = None,
+    ) -> Any:  # fmt: skip
+        cache = 2.0 * _BYTES[dtype] * head_dim * streams * tokens
+        if phase == "decode_attention":
+            return self.floor + cache / on.bandwidth
+        seen = tokens * (tokens + 1) / 2 if pairs is None else pairs
+        arithmetic = 4.0 * seen * streams * group * head_dim / on.flops[dtype]
+        return self.floor + np.maximum(arithmetic, cache * (1 + group) / on.bandwidth)
 
     @cached_property
-    def _experts(self) -> dict[str, tuple[list[tuple[int, ...]], dict[tuple[int, ...], Grid]]]:
-        found = {}
+    def _experts(self) -> dict[str, dict[tuple[int, ...], Grid]]:
+        """By dtype, a grid for each shape."""
+        grids: dict[str, dict[tuple[int, ...], Grid]] = {}
         for dtype, cells in self.file["experts"].items():
-            shapes = [tuple(shape) for shape in cells["shapes"]]
-            seconds = self._seconds("experts", {**cells, "shapes": shapes})
-            grids = {}
-            for shape, row in zip(shapes, seconds, strict=True):
+            grids[dtype] = {}
+            for shape, row in zip(map(tuple, cells["shapes"]), self._seconds("experts", cells), strict=True):
                 known = ~np.isnan(row)
                 if known.any():
                     tokens = np.asarray(cells["tokens"], dtype=float)[known]
-                    grids[shape] = Grid((tokens,), row[known], self._experts_reference(shape, dtype, self.own))
-            found[dtype] = (list(grids), grids)
-        return found
+                    reference = partial(self._experts_reference, shape, dtype, self.own)
+                    grids[dtype][shape] = Grid((tokens,), row[known], reference)
+        return grids
 
-    def _experts_reference(self, shape: tuple[int, ...], dtype: str, on: Promised) -> Reference:
+    def _experts_reference(self, shape: tuple[int, ...], dtype: str, on: Promised, tokens: Any) -> Any:
         width, hidden, chosen, count = shape
-        size, flops = _BYTES[dtype], on.flops[dtype]
-
-        def reference(tokens: Any) -> Any:
-            active = count * (1 - (1 - min(1.0, chosen / count)) ** tokens)
-            nbytes = 3.0 * active * width * hidden * size
-            return self.floor + np.maximum(6.0 * tokens * chosen * width * hidden / flops, nbytes / on.bandwidth)
-
-        return reference
+        active = count * (1 - (1 - min(1.0, chosen / count)) ** tokens)
+        nbytes = 3.0 * active * width * hidden * _BYTES[dtype]
+        return self.floor + np.maximum(6.0 * tokens * chosen * width * hidden / on.flops[dtype], nbytes / on.bandwidth)
 
     @cached_property
     def _reduction(self) -> Grid:
         glue = self._glue
         cells = glue.file["glue"]["reduction"]
-        axes = [cells["rows"], cells["columns"]]
-
-        def reference(rows: Any, columns: Any) -> Any:
-            return glue.floor + 3.0 * rows * columns / glue.own.bandwidth
-
-        return Grid(axes, self._seconds("glue", cells), reference)
+        return Grid(
+            [cells["rows"], cells["columns"]],
+            self._seconds("glue", cells),
+            lambda rows, columns: glue.floor + 3.0 * rows * columns / glue.own.bandwidth,
+        )
 
     @cached_property
     def _pointwise(self) -> Grid:
@@ -289,13 +271,12 @@ class KernelTable:
         seconds, sizes = self._seconds("glue", cells), 3.0 * rows * columns
         ratios = seconds / (glue.floor + sizes / glue.own.bandwidth)
         edges = 2.0 ** np.arange(np.floor(np.log2(sizes.min())), np.ceil(np.log2(sizes.max())) + 1)
-        found = [
-            (float(np.sqrt(low * high)), float(np.nanquantile(ratio, 0.25)))
+        fastest = {
+            float(np.sqrt(low * high)): float(np.nanquantile(ratio, 0.25))
             for low, high in pairwise(edges)
             if not np.isnan(ratio := np.where((sizes >= low) & (sizes < high), ratios, np.nan)).all()
-        ]
-        axis = [nbytes for nbytes, _ in found]
-        return Grid((axis,), np.array([ratio for _, ratio in found]), lambda nbytes: np.ones_like(nbytes))
+        }
+        return Grid((list(fastest),), np.array(list(fastest.values())), np.ones_like)
 
     @property
     def _glue(self) -> KernelTable:
@@ -308,8 +289,8 @@ class KernelTable:
         us = np.array([np.nan if value is None else value for value in cells["us"]], dtype=float)
         gap = self.file["replay_us"] / _TURNS.get(what, 1)
         least = us[~np.isnan(us)].min() / 4  # never nothing
-        found: Array = np.maximum(us - gap, least).reshape([len(axis) for axis in axes]) * 1e-6
-        return found
+        seconds: Array = np.maximum(us - gap, least).reshape([len(axis) for axis in axes]) * 1e-6
+        return seconds
 
 
 @cache
@@ -324,14 +305,11 @@ def kernel_table(system: str) -> KernelTable:
 
 def _filled(values: Array) -> Array:
     """`values`, what is missing being the nearest that is known along an axis, the last axis first."""
-    found = values.copy()
-    for axis in reversed(range(found.ndim)):
-        if not np.isnan(found).any():
-            break
-        v = np.moveaxis(found, axis, 0)
+    filled = values.copy()
+    for axis in reversed(range(filled.ndim)):
+        v = np.moveaxis(filled, axis, 0)
         for order in (range(1, len(v)), range(len(v) - 2, -1, -1)):
-            step = 1 if order.step > 0 else -1
             for i in order:
                 missing = np.isnan(v[i])
-                v[i][missing] = v[i - step][missing]
-    return np.where(np.isnan(found), 0.0, found)
+                v[i, ...][missing] = v[i - order.step, ...][missing]
+    return np.nan_to_num(filled)

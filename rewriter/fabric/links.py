@@ -100,7 +100,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Placement:
+class GroupPlacement:
     """`first`: the members of the group in its first rank's node. `nodes`: how many nodes it spans."""
 
     first: tuple[int, ...]
@@ -113,7 +113,7 @@ class Placement:
         return max(1, self.size // self.nodes)
 
 
-def place(ranks: Sequence[int], node: int) -> Placement:
+def place(ranks: Sequence[int], node: int) -> GroupPlacement:
     """Nodes and places of `ranks` in a job that fills nodes of `node` ranks in order. Takes as long for a
     large `range` as for a small one."""
     home = ranks[0] // node
@@ -126,10 +126,10 @@ def place(ranks: Sequence[int], node: int) -> Placement:
     else:
         first = tuple(rank for rank in ranks if rank // node == home)
         nodes = len({rank // node for rank in ranks})
-    return Placement(first, nodes, len(ranks))
+    return GroupPlacement(first, nodes, len(ranks))
 
 
-def occupied(placement: Placement, node: int, inside: Link, between: Link | None) -> tuple[str, ...]:
+def occupied(placement: GroupPlacement, node: int, inside: Link, between: Link | None) -> tuple[str, ...]:
     """Names of the links that an exchange holds: at most two per rank of one node, however large the group.
 
     Links of a rank are called `rank3` and, to other nodes, `rank3.network`; shared ones `node0` and `node0.network`.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rewriter.common.errors import RewriterError
 from rewriter.fabric.alpha_beta import AlphaBeta, split
 from rewriter.fabric.calls import KINDS, NO_DELAY, Call, Delay, DelayModel, Kind
-from rewriter.fabric.links import Placement
+from rewriter.fabric.links import GroupPlacement
 from rewriter.fabric.tables import Curve, Table
 
 BEST, FUSED = "best", "fused"
@@ -35,7 +35,7 @@ _ALIKE: dict[Kind, tuple[Kind, ...]] = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDelays:
     """The first of `tables` that has a collective answers: a library that has only an all-reduce leaves the
     others to NCCL.
 
@@ -77,7 +77,7 @@ class Measured:
         taken, hindrance = curve.cpu_seconds(like.nbytes) * ratio, curve.hindrance(like.nbytes) * ratio
         return Delay(seconds, transfer, links, taken, hindrance=hindrance, note=note)
 
-    def _across(self, call: Call, placement: Placement, links: tuple[str, ...]) -> Delay:
+    def _across(self, call: Call, placement: GroupPlacement, links: tuple[str, ...]) -> Delay:
         near, far = split(call, placement.together, placement.nodes)
         if call.kind == "send":
             near, far = Call("send", 0, range(1)), Call("send", call.nbytes, range(2))
@@ -123,17 +123,17 @@ class FusedSum:
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedDelays:
     """`model` is that of the fused sum's library, and answers alone what may not be fused."""
 
     sum: FusedSum
     model: DelayModel
 
     def delay(self, call: Call) -> Delay:
-        found = self.model.delay(call)
+        delay = self.model.delay(call)
         if not self.takes(call):
-            return found
-        return replace(found, seconds=found.seconds + self.sum.added_seconds, normed=True, library=FUSED)
+            return delay
+        return replace(delay, seconds=delay.seconds + self.sum.added_seconds, normed=True, library=FUSED)
 
     def takes(self, call: Call) -> bool:
         fits = call.nbytes <= self.sum.most_bytes.get(call.size, 0)
@@ -147,9 +147,9 @@ class Best:
     models: Mapping[str, DelayModel] = field(hash=False)
 
     def delay(self, call: Call) -> Delay:
-        found = {
-            name: replace(model.delay(call), library=name)
+        delays = [
+            replace(model.delay(call), library=name)
             for name, model in self.models.items()
-            if not isinstance(model, Fused) or model.takes(call)
-        }
-        return min(found.values(), key=lambda d: d.seconds - (_NORM_SECONDS if d.normed else 0.0))
+            if not isinstance(model, FusedDelays) or model.takes(call)
+        ]
+        return min(delays, key=lambda d: d.seconds - (_NORM_SECONDS if d.normed else 0.0))

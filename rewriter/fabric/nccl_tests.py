@@ -61,13 +61,13 @@ def parse_log(text: str, source: str, kind: Kind | None = None) -> Log:
     for number, line in enumerate(text.splitlines(), start=1):
         line = _PREFIX.sub("", line)
         programs.update(_PROGRAM.findall(line))
-        if found := _VERSION.search(line):
-            version = found[1]
-        if found := _RANK.match(line.strip()):
-            rank = int(found[1])
+        if named := _VERSION.search(line):
+            version = named[1]
+        if listed := _RANK.match(line.strip()):
+            rank = int(listed[1])
             if rank in hosts:
                 raise fail(number, f"rank {rank} again: a second run. Give each run a separate file.")
-            hosts[rank] = found[2]
+            hosts[rank] = listed[2]
         elif re.match(r"\s*#\s+size\s+count\s+type\b.*\stime\b", line):
             columns = line.strip(" #\t").split()
         elif columns and re.match(r"\s*\d+\s+\d+\s", line):

@@ -1,6 +1,6 @@
 """Costs of overlap, beyond what kernels and collectives take alone: figures with their sources.
 
-Each term is a figure of `Overlap`; `--what-if TERM=x0` switches it off, `TERM=x2` doubles it.
+Each term is a figure of `OverlapCosts`; `--what-if TERM=x0` switches it off, `TERM=x2` doubles it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True)
-class Overlap:
+class OverlapCosts:
     """Costs of one device and its runtime. A figure of 0 is none.
 
     `crossing`, `crossing_eager`: seconds by which a kernel starts later after another stream's work, in a CUDA graph
@@ -64,14 +64,14 @@ class Overlap:
         deviation = math.hypot(self.jitter * computed, self.jitter_seconds)
         return _ORDINARY.inv_cdf((ranks - 0.375) / (ranks + 0.25)) * deviation
 
-    def times(self, term: str, factor: float) -> Overlap:
+    def times(self, term: str, factor: float) -> OverlapCosts:
         """With what goes by a term's name multiplied."""
         return replace(self, **{name: getattr(self, name) * factor for name in _FIGURES.get(term, (term,))})
 
-    def given(self, term: str, *, seconds: float | None = None, share: float | None = None) -> Overlap:
+    def given(self, term: str, *, seconds: float | None = None, share: float | None = None) -> OverlapCosts:
         """With a term's seconds, or its share, as given."""
-        found = {} if seconds is None else dict.fromkeys(SECONDS_OF[term], seconds)
-        return replace(self, **found, **({} if share is None else dict.fromkeys(SHARES_OF[term], share)))
+        given = {} if seconds is None else dict.fromkeys(SECONDS_OF[term], seconds)
+        return replace(self, **given, **({} if share is None else dict.fromkeys(SHARES_OF[term], share)))
 
 
 SHARES = ("order", "contention", "taken", "slowed", "jitter", "clocks")
@@ -86,5 +86,5 @@ SECONDS_OF = {"crossing": ("crossing", "crossing_eager"), "jitter": ("jitter_sec
 SHARES_OF = {name: (name,) for name in ("order", "contention", "jitter", "clocks")}
 """Figures that a term of `--what-if` sets where it is given as seconds, and as a share."""
 
-NONE = Overlap(**({field.name: 0.0 for field in fields(Overlap)} | {"taken": 1.0}))
+NONE = OverlapCosts(**({field.name: 0.0 for field in fields(OverlapCosts)} | {"taken": 1.0}))
 """Nothing is known: of devices whose measurements hold what there is (CPUs)."""

@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import Document, Problem, read, read_file
-from rewriter.fabric.alpha_beta import PLAIN, Algorithm, Wire, nccl
+from rewriter.fabric.alpha_beta import PLAIN, Wire, nccl
 from rewriter.fabric.calls import Kind
 from rewriter.fabric.fabric import NO_CODE, Fabric, TableChoice
 from rewriter.fabric.links import Device, Link, kernel_systems
 from rewriter.fabric.measured_delays import FusedSum
-from rewriter.fabric.overlap import NONE, SOURCES, Overlap
-from rewriter.fabric.tables import Curve, Point, Table, TableKey
+from rewriter.fabric.overlap import NONE, SOURCES, OverlapCosts
+from rewriter.fabric.tables import Curve, CurvePoint, Table, TableKey
 
 LIBRARY = Path(__file__).parent / "library"
 MAX_BYTES = 1 << 20
@@ -116,9 +116,9 @@ class MeasurementsFile(_Strict):
     points: Annotated[tuple[PointFile, ...], Field(min_length=1)]
 
     def table(self, system: str) -> Table:
-        curves: dict[tuple[Kind, int], list[Point]] = defaultdict(list)
+        curves: dict[tuple[Kind, int], list[CurvePoint]] = defaultdict(list)
         for point in self.points:
-            measured = Point(point.bytes, point.seconds, point.cpu_seconds, point.busy_seconds)
+            measured = CurvePoint(point.bytes, point.seconds, point.cpu_seconds, point.busy_seconds)
             curves[point.kind, point.ranks].append(measured)
         key = TableKey(system, self.library, self.version, self.library, True, self.dtype)
         return Table(key, {what: Curve.of(points) for what, points in curves.items()}, self.source)
@@ -144,7 +144,6 @@ class FabricFile(_Strict):
     inside: LinkFile | None = None
     between: LinkFile | None = None
     model: Text
-    algorithm: Algorithm = "auto"
     protocols: Wire | None = None
     blocks: dict[Word, Number] = {}
     overlap: dict[str, Time] = {}
@@ -154,34 +153,34 @@ class FabricFile(_Strict):
 
     def faults(self) -> list[tuple[str, str]]:
         """(key, what is wrong) of values that do not go together."""
-        found = []
+        faults = []
         if self.inside is None and (self.between is None or self.node.value > 1):
-            found.append(("node", "no link `inside`, which nodes of several ranks have."))
+            faults.append(("node", "no link `inside`, which nodes of several ranks have."))
         if self.model == "measured" and not self.tables and self.measurements is None:
-            found.append(("model", "measured, but there are neither `tables` nor `measurements`."))
+            faults.append(("model", "measured, but there are neither `tables` nor `measurements`."))
         if ":" in self.model:
-            found.append(("model", f"{self.model!r:.60}.{NO_CODE}"))
+            faults.append(("model", f"{self.model!r:.60}.{NO_CODE}"))
         terms = tuple(SOURCES)
-        found += [("overlap", f"unknown {n!r:.40}. {did_you_mean(n, terms)}") for n in self.overlap if n not in terms]
+        faults += [("overlap", f"unknown {n!r:.40}. {did_you_mean(n, terms)}") for n in self.overlap if n not in terms]
         known = [table.library for table in self.tables]
         if self.fused and self.fused.library.value not in known:
-            found.append(
+            faults.append(
                 ("fused", f"{self.fused.library.value!r} is none of its tables: {', '.join(known) or 'none'}.")
             )
         if self.device.kernels and (name := self.device.kernels.value) not in kernel_systems():
-            found.append(("device", f"kernels of {name!r}: {did_you_mean(name, kernel_systems(), what='shipped')}"))
-        return found
+            faults.append(("device", f"kernels of {name!r}: {did_you_mean(name, kernel_systems(), what='shipped')}"))
+        return faults
 
     def fabric(self, sources: dict[str, str]) -> Fabric:
         inside, between = (Link(**link.values()) if link else None for link in (self.inside, self.between))
         first = inside or between
         assert first is not None  # `faults` refused it
-        usual = Overlap() if self.blocks else NONE
+        usual = OverlapCosts() if self.blocks else NONE
         tables: list[Table | TableChoice] = [self.measurements.table(self.name)] if self.measurements else []
         tables += [TableChoice(**table.values()) for table in self.tables]
         return Fabric(
             self.name, self.device.device(), self.node.value, first, between, self.summary, self.modelled, self.model,
-            self.algorithm, nccl(self.protocols) if self.protocols else (PLAIN,), tuple(tables),
+            nccl(self.protocols) if self.protocols else (PLAIN,), tuple(tables),
             {library: number.value for library, number in self.blocks.items()},
             replace(usual, **{name: figure.value for name, figure in self.overlap.items()}),
             FusedSum(**self.fused.values()) if self.fused else None,
@@ -233,7 +232,7 @@ def _sources(data: Any, path: str = "") -> list[tuple[str, str]]:
         return []
     if "source" in data:
         return [(path, data["source"])]
-    return [found for key, value in data.items() for found in _sources(value, f"{path}.{key}" if path else str(key))]
+    return [one for key, value in data.items() for one in _sources(value, f"{path}.{key}" if path else str(key))]
 
 
 def fabrics() -> tuple[str, ...]:

@@ -20,11 +20,11 @@ from rewriter.fabric.calls import Kind
 CSV = Path(__file__).parent / "data" / "collective-latency.csv"
 SOURCE = "NVIDIA AIConfigurator, commit 095f58a51 (Apache-2.0)"
 
-_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "int8": 1}
+_SIXTEEN_BITS = ("half", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """One measurement: `nbytes` as in `Call`, `seconds`, the CPU time it took of a rank's own core, and the seconds
     that it takes where that core computes meanwhile, 0 standing for as long."""
 
@@ -48,20 +48,20 @@ class Curve:
     bandwidth between the last two sizes.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
 
     @classmethod
-    def of(cls, measured: Iterable[Point]) -> Curve:
+    def of(cls, measured: Iterable[CurvePoint]) -> Curve:
         """The curve of measurements in any order; the median of a size that was measured more than once."""
-        sizes: dict[int, list[Point]] = {}
+        sizes: dict[int, list[CurvePoint]] = {}
         for point in measured:
             sizes.setdefault(point.nbytes, []).append(point)
 
-        def median(same: list[Point], figure: str) -> float:
+        def median(same: list[CurvePoint], figure: str) -> float:
             return statistics.median(getattr(point, figure) for point in same)
 
         figures = ("seconds", "cpu_seconds", "busy_seconds")
-        return cls(tuple(Point(size, *(median(same, f) for f in figures)) for size, same in sorted(sizes.items())))
+        return cls(tuple(CurvePoint(size, *(median(same, f) for f in figures)) for size, same in sorted(sizes.items())))
 
     @property
     def latency(self) -> float:
@@ -71,7 +71,7 @@ class Curve:
     def seconds(self, nbytes: float) -> float:
         last = self.points[-1]
         if nbytes > last.nbytes:
-            before = self.points[-2] if len(self.points) > 1 else Point(0, 0.0)
+            before = self.points[-2] if len(self.points) > 1 else CurvePoint(0, 0.0)
             slope = max(0.0, (last.seconds - before.seconds) / (last.nbytes - before.nbytes))
             return last.seconds + slope * (nbytes - last.nbytes)
         return math.exp(self._spline(math.log(max(nbytes, self.points[0].nbytes))))
@@ -98,7 +98,7 @@ class Curve:
         """Error of each size between the first and the last: |predicted / measured - 1|, predicted by all others."""
         inner = range(1, len(self.points) - 1)
         without = (Curve(self.points[:i] + self.points[i + 1 :]).seconds(self.points[i].nbytes) for i in inner)
-        return tuple(abs(found / self.points[i].seconds - 1) for i, found in zip(inner, without, strict=True))
+        return tuple(abs(other / self.points[i].seconds - 1) for i, other in zip(inner, without, strict=True))
 
     @cached_property
     def _spline(self) -> Callable[[float], float]:
@@ -166,16 +166,15 @@ class Table:
     def library(self) -> str:
         return self.key.library
 
-    @property
-    def errors(self) -> dict[tuple[Kind, int], tuple[float, ...]]:
-        """The leave-one-out errors of each curve (see `Curve.errors`)."""
-        return {what: curve.errors() for what, curve in self.curves.items()}
+    def errors(self) -> list[float]:
+        """The leave-one-out errors of all curves."""
+        return [error for curve in self.curves.values() for error in curve.errors()]
 
 
 @cache
 def shipped() -> Mapping[TableKey, Table]:
     """The tables of the package, from data/collective-latency.csv."""
-    points: dict[TableKey, dict[tuple[Kind, int], list[Point]]] = defaultdict(lambda: defaultdict(list))
+    points: dict[TableKey, dict[tuple[Kind, int], list[CurvePoint]]] = defaultdict(lambda: defaultdict(list))
     with CSV.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             kernel = row["kernel"]
@@ -183,29 +182,23 @@ def shipped() -> Mapping[TableKey, Table]:
             graphed = not kernel.endswith("_eager")
             key = TableKey(row["system"], row["library"], row["library_version"], name, graphed, row["dtype"])
             kind = cast(Kind, row["op"].replace("alltoall", "all_to_all"))
-            point = Point(int(row["bytes"]), float(row["latency_us"]) * 1e-6)
+            point = CurvePoint(int(row["bytes"]), float(row["latency_us"]) * 1e-6)
             points[key][kind, int(row["gpus"])].append(point)
     return {
-        key: Table(key, {what: Curve.of(found) for what, found in sorted(curves.items())})
+        key: Table(key, {what: Curve.of(measured) for what, measured in sorted(curves.items())})
         for key, curves in points.items()
     }
 
 
-def find(system: str, library: str, *, version: str, graphed: bool = True) -> Table:
-    """The shipped table of a system and a version of a library; of 16-bit numbers.
+def shipped_table(system: str, library: str, version: str, graphed: bool = True) -> Table | None:
+    """The shipped table of a system and a version of a library, of 16-bit numbers; None where it was not measured in
+    this way.
 
-    Raises RewriterError where there is none, with those that there are.
+    Raises RewriterError where it was in neither, with those that there are.
     """
     known = [key for key in shipped() if key.system == system]
-    for key in known:
-        fits = (key.library, key.version) == (library, version) and _BYTES[key.dtype] == 2
-        if fits and (key.graphed == graphed or key.library == "nccl"):
-            return shipped()[key]
-    there = "; ".join(sorted({str(key) for key in known})) or "none"
-    how = "graphed" if graphed else "eager"
-    raise RewriterError(f"{library} {version} {how}: no table of {system} is shipped. There are: {there}.")
-
-
-def table_errors(tables: Sequence[Table]) -> tuple[float, ...]:
-    """The leave-one-out errors of all curves of `tables`."""
-    return tuple(error for table in tables for errors in table.errors.values() for error in errors)
+    fits = [key for key in known if (key.library, key.version) == (library, version) and key.dtype in _SIXTEEN_BITS]
+    if not fits:
+        there = "; ".join(sorted({str(key) for key in known})) or "none"
+        raise RewriterError(f"{library} {version}: no table of {system} is shipped. There are: {there}.")
+    return next((shipped()[key] for key in fits if key.graphed == graphed or library == "nccl"), None)

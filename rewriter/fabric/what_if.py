@@ -12,7 +12,7 @@ from typing import Literal, cast, get_args
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.fabric.calls import KINDS, Call, Delay, DelayModel, Kind
-from rewriter.fabric.overlap import SECONDS_OF, SHARES_OF, Overlap
+from rewriter.fabric.overlap import SECONDS_OF, SHARES_OF, OverlapCosts
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"
@@ -32,13 +32,13 @@ _EXAMPLES = {"crossing": "2us", "order": "100%", "contention": "40%", "jitter": 
 
 
 @dataclass(frozen=True)
-class Change:
+class DelayChange:
     """One change: to `scale` times, or by `add` seconds, or to `value` seconds, as the one that is given says.
 
     Of a kind of collective: its seconds; what is added is latency, which other groups on the link need not wait for.
     Of "latency": the part of every collective that is no transfer. Of "bandwidth": `scale` only; transfers take
     1 / scale times as long. Of "kernels": `scale` times as long; None, written kernels=roofline: none are measured. Of
-    a term of `Overlap`: `scale` times as much, `value` seconds, or the `share` given.
+    a term of `OverlapCosts`: `scale` times as much, `value` seconds, or the `share` given.
     """
 
     target: Target
@@ -48,7 +48,7 @@ class Change:
     share: float | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Change:
+    def parse(cls, text: str) -> DelayChange:
         """Raises RewriterError, naming what is wrong, for what is not TARGET=CHANGE."""
         name, equals, written = text.partition("=")
         name, written = name.strip().lower().replace("-", "_"), written.strip().lower()
@@ -62,31 +62,31 @@ class Change:
             raise fail(f"unknown {name!r:.40}. {did_you_mean(name, _TARGETS)}")
         if (name, written) == ("kernels", ROOFLINE):
             return cls("kernels")
-        found = _CHANGE.fullmatch(written)
-        if found is None:
+        parts = _CHANGE.fullmatch(written)
+        if parts is None:
             why = "has no unit" if re.fullmatch(r"[-+]?[0-9.]+", written) else "is no change"
             raise fail(f"{written!r:.40} {why}; write +5us, -5us, x1.5 or 20us (units: ns, us, ms, s).")
         target = cast(Target, name)
-        if found["number"] is not None:
-            scale = float(found["number"])
+        if parts["number"] is not None:
+            scale = float(parts["number"])
             if name == "bandwidth" and scale < 1 / _LARGEST:
                 raise fail("a bandwidth of nothing; take a factor above 0.")
             if scale > _LARGEST:
                 raise fail(f"more than {_LARGEST:.0f} times.")
             return cls(target, scale=scale)
-        if found["percent"] is not None:
+        if parts["percent"] is not None:
             if name not in TERMS or not SHARES_OF.get(name):
                 raise fail(f"{name} is no share; write it as a factor, x0.5, or as seconds, 20us.")
-            return cls(target, share=float(found["percent"]) / 100)
-        if name in TERMS and (found["sign"] or not SECONDS_OF.get(name)):
+            return cls(target, share=float(parts["percent"]) / 100)
+        if name in TERMS and (parts["sign"] or not SECONDS_OF.get(name)):
             raise fail(f"{name} changes by a factor or to a value: {name}=x0, {name}={_EXAMPLES[name]}.")
         if name in _FACTORS:
             raise fail(f"{name} changes by a factor: {name}=x0.5.")
-        seconds = float(found["seconds"]) * _UNITS[found["unit"]]
+        seconds = float(parts["seconds"]) * _UNITS[parts["unit"]]
         if seconds > _LARGEST:
             raise fail(f"more than {_LARGEST:.0f} seconds.")
-        if found["sign"]:
-            return cls(target, add=-seconds if found["sign"] == "-" else seconds)
+        if parts["sign"]:
+            return cls(target, add=-seconds if parts["sign"] == "-" else seconds)
         return cls(target, value=seconds)
 
     def applied(self, call: Call, delay: Delay) -> Delay:
@@ -115,13 +115,13 @@ class WhatIf:
     """`model` with `changes`, one after another. Changes do not apply to a group of one rank."""
 
     model: DelayModel
-    changes: tuple[Change, ...]
+    changes: tuple[DelayChange, ...]
 
     @classmethod
     def parse(cls, model: DelayModel, texts: Iterable[str]) -> WhatIf:
         """`texts`: changes, each also several with commas between. Raises RewriterError for one that is none."""
         parts = [part for text in texts for part in text.split(",")]
-        return cls(model, tuple(Change.parse(part) for part in parts))
+        return cls(model, tuple(DelayChange.parse(part) for part in parts))
 
     @property
     def measured_kernels(self) -> bool:
@@ -133,7 +133,7 @@ class WhatIf:
         """Factor by which kernels take longer."""
         return math.prod(change.scale for change in self.changes if change.target == "kernels" and change.scale)
 
-    def overlap(self, usual: Overlap) -> Overlap:
+    def overlap(self, usual: OverlapCosts) -> OverlapCosts:
         """Costs of overlap after these changes."""
         for change in self.changes:
             if change.target in TERMS and change.scale is not None:

@@ -15,10 +15,10 @@ from rewriter.common.yaml_documents import read
 from rewriter.fabric.calls import Kind
 from rewriter.fabric.nccl_tests import Log, per_node
 from rewriter.fabric.schema import LIBRARY, fabrics, load_fabric, parse
-from rewriter.fabric.tables import Point
+from rewriter.fabric.tables import CurvePoint
 
 
-def measured_points(points: Iterable[tuple[Kind, int, Point]]) -> list[dict[str, Any]]:
+def measured_points(points: Iterable[tuple[Kind, int, CurvePoint]]) -> list[dict[str, Any]]:
     """The rows of `measurements`, of (kind, ranks, point)."""
     return [
         {"kind": kind, "ranks": ranks, "bytes": point.nbytes, "seconds": short(point.seconds)}
@@ -58,7 +58,7 @@ def imported(logs: list[Log], device_of: str, out: Path) -> str:
             f"the logs' hosts have {node} ranks, and {device_of} has one per node. Take another --device-of."
         )
     kinds = ", ".join(sorted({log.kind for log in logs}))
-    points = [(log.kind, log.ranks, Point(*row)) for log in logs for row in log.rows]
+    points = [(log.kind, log.ranks, CurvePoint(*row)) for log in logs for row in log.rows]
     spans = any(log.ranks > log.per_node for log in logs)
     for measured in ("tables", "fused"):
         data.pop(measured, None)

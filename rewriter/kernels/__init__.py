@@ -1,4 +1,4 @@
-"""Triton kernels, each beside the plain PyTorch function that is its specification. Imports nothing of ours.
+"""Triton kernels, each with the plain PyTorch function that is its specification. Imports nothing of ours.
 
 Where there is no GPU, or no Triton (macOS, Windows), the specification runs.
 """
@@ -12,10 +12,12 @@ from rewriter.kernels.quantize import (
     dequantize_reduce,
     dequantize_reduce_quantize,
     dequantize_rows,
+    dequantize_vectors,
     quantize,
     quantize_rows,
+    quantize_vectors,
+    vector_bytes,
 )
-from rewriter.kernels.vectors import dequantize_vectors, quantize_vectors, vector_bytes
 
 __all__ = [
     "DTYPES",

@@ -118,17 +118,17 @@ def rotate_back(x_RKE: Tensor, format: Format) -> Tensor:
 
 def _kept(make: Callable[_Arguments, Tensor]) -> Callable[_Arguments, Tensor]:
     """`make`, whose tensors serve all later calls: not those of a FakeTensorMode, nor of inference mode alone."""
-    found: dict[tuple[object, ...], Tensor] = {}
+    kept: dict[tuple[object, ...], Tensor] = {}
 
     def get(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Tensor:
         key = (*args, *kwargs.values())
-        if key not in found:
+        if key not in kept:
             with torch.inference_mode(False):
                 made = make(*args, **kwargs)
             if type(made) is not Tensor:
                 return made
-            found[key] = made
-        return found[key]
+            kept[key] = made
+        return kept[key]
 
     return get
 
@@ -161,7 +161,7 @@ def _table(format: Format, device: torch.device) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Of fp32 values, not negative; below the smallest normal one they become 0."""
+    """The bits of fp32 values that are not negative; below the smallest normal one they become 0."""
     return torch.where(x < SMALLEST, 0.0, x).view(torch.int32)
 
 

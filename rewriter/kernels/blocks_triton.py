@@ -134,35 +134,26 @@ def _across(parts, T: tl.constexpr):
 
 
 @triton.jit
-def rotate(parts, h, T: tl.constexpr):
-    """H S x of each block, fp32. h [P, W, W]: for each part a matrix of ±1/block with the signs S of its elements."""
-    P: tl.constexpr = T.P
-    y = ()
-    for p in tl.static_range(P):
-        y = y + (_product(parts[p], _matrix(h, p, T)),)
-    return _across(y, T)
+def rotate(parts, h, T: tl.constexpr, BACK: tl.constexpr):
+    """H S x of each block, fp32. h [P, W, W]: for each part a matrix of ±1/block with the signs S of its elements.
 
-
-@triton.jit
-def rotate_back(parts, h, T: tl.constexpr):
-    """H x of each block, fp32, which `signed` completes. h [W + P, W]: a matrix of ±1, and all signs after it.
-
-    The signs of what a part becomes fit no matrix of a part: it is a sum over all of them.
+    BACK: H x, which `signed` completes: the signs of what a part becomes fit no matrix of a part, a sum over all
+    of them. h [W + P, W]: a matrix of ±1, and all signs after it.
     """
     P: tl.constexpr = T.P
     y = ()
     for p in tl.static_range(P):
-        y = y + (_product(parts[p], _matrix(h, 0, T)),)
+        y = y + (_product(parts[p], _matrix(h, 0 if BACK else p, T)),)
     return _across(y, T)
 
 
 @triton.jit
 def signed(parts, h, T: tl.constexpr):
-    """S x of each block, with the signs at the h of `rotate_back`: an exclusive or of sign bits, of two 16-bit numbers
+    """S x of each block, with the signs at the h of `rotate` BACK: an exclusive or of sign bits, of two 16-bit numbers
     at once."""
     P: tl.constexpr = T.P
     W: tl.constexpr = T.width
-    found = ()
+    y = ()
     for p in tl.static_range(P):
         ones = tl.load(h + (W + p) * W + tl.arange(0, W))
         signs = (ones.to(tl.uint16, bitcast=True) & 0x8000)[None, :]
@@ -171,8 +162,8 @@ def signed(parts, h, T: tl.constexpr):
             bits = x.to(tl.uint32, bitcast=True) ^ (signs.to(tl.uint32) << 16)
         else:
             bits = x.to(tl.uint16, bitcast=True) ^ signs
-        found = found + (bits.to(x.dtype, bitcast=True),)
-    return found
+        y = y + (bits.to(x.dtype, bitcast=True),)
+    return y
 
 
 # --- scales of 16 bits ---
@@ -255,7 +246,7 @@ def encode(parts, h, first, seed, T: tl.constexpr):
     P: tl.constexpr = T.P
     x = ()
     if T.format.rotated:
-        parts = rotate(parts, h, T)
+        parts = rotate(parts, h, T, False)
     for p in tl.static_range(P):
         x = x + (parts[p].to(tl.float32),)
     top_bits = _highest(x, T)
@@ -382,7 +373,7 @@ def levels(codes, starts, T: tl.constexpr):
     """P tensors fp32 [K, W] of what a scale multiplies, before the rotation back."""
     P: tl.constexpr = T.P
     half: tl.constexpr = T.format.half
-    found = ()
+    numbers = ()
     for p in tl.static_range(P):
         code = codes[p]
         if T.format.odd:
@@ -395,16 +386,34 @@ def levels(codes, starts, T: tl.constexpr):
             index = tl.where(code < half, half - 1 - code, code - half)  # of the level, counted from zero outwards
             x = _level(index > 1, (index & 1) == 1, T)
             x = tl.where(code < half, -x, x)
-        found = found + (x,)
-    return found
+        numbers = numbers + (x,)
+    return numbers
 
 
 # --- bytes ---
 
 
 @triton.jit
+def load(at, here, FULL: tl.constexpr):
+    """Load these places; zeros where they are not `here`, unless all are (FULL)."""
+    if FULL:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=here, other=0)
+    return x
+
+
+@triton.jit
+def store(at, x, here, FULL: tl.constexpr):
+    if FULL:
+        tl.store(at, x)
+    else:
+        tl.store(at, x, mask=here)
+
+
+@triton.jit
 def _plane(row, first, count, i: tl.constexpr, T: tl.constexpr):
-    """Where the bytes of the blocks first … are in plane i of a payload's row of `count` blocks."""
+    """Places of the bytes of the blocks first … in plane i of a payload's row of `count` blocks."""
     K: tl.constexpr = T.K
     W: tl.constexpr = T.width
     block: tl.constexpr = T.format.block
@@ -427,11 +436,7 @@ def _store_plane(row, codes, scales, first, count, left, i: tl.constexpr, T: tl.
         packed = (codes[t] >> shift) & mask
         for j in tl.static_range(1, 8 // width):
             packed |= ((codes[t + j * runs] >> shift) & mask) << (j * width)
-        packed &= kept
-        if FULL:
-            tl.store(at + t * W, packed.to(tl.uint8))
-        else:
-            tl.store(at + t * W, packed.to(tl.uint8), mask=tl.arange(0, K)[:, None] < left)
+        store(at + t * W, (packed & kept).to(tl.uint8), tl.arange(0, K)[:, None] < left, FULL)
 
 
 @triton.jit
@@ -452,10 +457,7 @@ def _load_plane(row, first, count, left, i: tl.constexpr, T: tl.constexpr, FULL:
     at = _plane(row, first, count, i, T)
     packed = ()
     for t in tl.static_range(runs):
-        if FULL:
-            packed = packed + (tl.load(at + t * W).to(tl.int32),)
-        else:
-            packed = packed + (tl.load(at + t * W, mask=tl.arange(0, K)[:, None] < left, other=0).to(tl.int32),)
+        packed = packed + (load(at + t * W, tl.arange(0, K)[:, None] < left, FULL).to(tl.int32),)
     codes = ()
     for p in tl.static_range(P):
         codes = codes + (((packed[p % runs] >> (p // runs * width)) & ((1 << width) - 1)) << T.format.shifts[i],)
@@ -464,7 +466,7 @@ def _load_plane(row, first, count, left, i: tl.constexpr, T: tl.constexpr, FULL:
 
 @triton.jit
 def load_codes(row, first, count, left, T: tl.constexpr, FULL: tl.constexpr):
-    """What `store_codes` stored: P tensors int32 [K, W]."""
+    """The reverse of `store_codes`: P tensors int32 [K, W]."""
     P: tl.constexpr = T.P
     codes = _load_plane(row, first, count, left, 0, T, FULL)
     for i in tl.static_range(1, length(T.format.planes)):
@@ -478,5 +480,5 @@ def load_codes(row, first, count, left, T: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def scales_of(row, first, count, T: tl.constexpr):
-    """Where the scale of the block `first` stands in a payload's row."""
+    """The place of the scale of the block `first` in a payload's row."""
     return (row + count * T.format.block_bytes).to(tl.pointer_type(tl.uint16)) + first

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rewriter.kernels.devices import has_triton
+from rewriter.kernels.devices import runs_triton
 from rewriter.kernels.merge import accumulation_dtype
 
 _MOST_SIZE = 512  # of a head, whose tiles shared memory has room for
@@ -98,7 +98,7 @@ def _on_cuda(
     softcap: float | None,
 ) -> Tensor:
     """An operator, so that torch.compile does not look into how a kernel is chosen and launched."""
-    if not has_triton() or max(keys.shape[-1], values.shape[-1]) > _MOST_SIZE:
+    if not runs_triton(q) or max(keys.shape[-1], values.shape[-1]) > _MOST_SIZE:
         return decode_attention_reference(
             q, keys, values, position, first_valid, scale=scale, window=window, softcap=softcap, sinks_H=sinks
         )

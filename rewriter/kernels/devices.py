@@ -11,9 +11,13 @@ from torch import Tensor
 
 
 @cache
-def has_triton() -> bool:
-    """True if the kernels can be imported: there is no Triton for macOS and Windows."""
+def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(x: Tensor) -> bool:
+    """True if kernels can compute with `x`: on a GPU, and where Triton is. There is none for macOS and Windows."""
+    return x.is_cuda and _has_triton()
 
 
 def current_device(x: Tensor) -> AbstractContextManager[object]:

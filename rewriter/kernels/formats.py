@@ -23,6 +23,7 @@ bits up. A scale is the 16 bits of an fp32 below its sign: 8 of exponent and 8 o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
@@ -75,7 +76,7 @@ class Format:
 
     @property
     def shifts(self) -> tuple[int, ...]:
-        """Of each plane, how many bits of a code are in the planes before."""
+        """For each plane, the number of bits of a code that are in the planes before."""
         return tuple(accumulate(self.planes[:-1], initial=0))
 
     @property
@@ -110,19 +111,19 @@ class Format:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block's codes."""
+        """Bytes of a block's codes."""
         return self.block * self.bits // 8
 
     def blocks(self, n: int) -> int:
-        """Of a row of n elements."""
+        """Number of blocks in a row of n elements."""
         return -(-n // self.block)
 
     def part_bytes(self, blocks: int) -> list[int]:
-        """Of so many blocks, in each plane of codes, and of their scales."""
+        """Bytes of `blocks` blocks in each plane of codes, and of their scales."""
         return [*(blocks * self.block * width // 8 for width in self.planes), 2 * blocks]
 
     def payload_bytes(self, n: int) -> int:
-        """Of a row of n elements: codes, scales of two bytes, zeros up to a multiple of 16."""
+        """Bytes of a row of n elements: codes, scales of two bytes, zeros up to a multiple of 16."""
         return -(-self.blocks(n) * (self.block_bytes + 2) // ALIGNMENT) * ALIGNMENT
 
     def __str__(self) -> str:
@@ -130,20 +131,17 @@ class Format:
 
 
 @cache
-def _parse(text: str) -> Format:
-    name, at, block = text.partition("@")
-    if name not in _NAMES or (at and not block.isdecimal()):
-        raise ValueError(
-            f"format {text!r}: expected one of {', '.join(_NAMES)}, each with @BLOCK for another block than "
-            f"{DEFAULT_BLOCK}, as in int4-hadamard@64"
-        )
-    bits, _, rotation = name.removeprefix("int").partition("-")
-    return Format(int(bits), bool(rotation), int(block) if at else DEFAULT_BLOCK)
-
-
 def parse_format(name: str | Format) -> Format:
     """The format of that name, such as "int8" or "int4-hadamard@64". Raises ValueError for others."""
-    return name if isinstance(name, Format) else _parse(name)
+    if isinstance(name, Format):
+        return name
+    parts = re.fullmatch(r"int([0-9])(-hadamard)?(?:@([0-9]+))?", name)
+    if parts is None:
+        raise ValueError(
+            f"format {name!r}: expected one of {', '.join(_NAMES)}, each with @BLOCK for another block than "
+            f"{DEFAULT_BLOCK}, as in int4-hadamard@64"
+        )
+    return Format(int(parts[1]), parts[2] is not None, int(parts[3] or DEFAULT_BLOCK))
 
 
 def parse_formats(name: str | Format) -> tuple[Format, Format]:

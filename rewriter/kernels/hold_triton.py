@@ -41,7 +41,7 @@ def clock():
 
 @triton.jit
 def _read(place):
-    """What is there now, whoever wrote it. No value in these tables is below −1."""
+    """The value there now, whoever wrote it. No value in these tables is below −1."""
     return tl.atomic_max(place, -1)
 
 

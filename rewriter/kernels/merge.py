@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rewriter.kernels.devices import has_triton
+from rewriter.kernels.devices import runs_triton
 
 Parts = Sequence[tuple[Tensor, Tensor]]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What partial results of `dtype` are summed in: fp32, and fp64 for fp64."""
+    """The dtype that partial results of `dtype` are summed in: fp32, and fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -43,7 +43,7 @@ def merge(parts: Parts, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Te
     """
     first, wide = parts[0][0], accumulation_dtype(parts[0][0].dtype)
     dtype = dtype or wide
-    if first.is_cuda and wide == torch.float32 and has_triton():
+    if wide == torch.float32 and runs_triton(first):
         from rewriter.kernels.merge_triton import launch
 
         out, lse = first.new_empty(first.shape, dtype=dtype), first.new_empty(first.shape[:-1], dtype=wide)

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.kernels import blocks
-from rewriter.kernels.devices import has_triton
+from rewriter.kernels.devices import runs_triton
 from rewriter.kernels.formats import Format, parse_format
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that are quantized
@@ -43,7 +45,7 @@ def quantize(x: Tensor, format: str | Format, *, seed: int | None = None) -> Ten
 def dequantize(
     payload: Tensor, format: str | Format, shape: Sequence[int], dtype: torch.dtype, *, seed: int | None = None
 ) -> Tensor:
-    """What `quantize` of a tensor of `shape` gave, in `dtype`; `seed` as it was given there.
+    """The reverse of `quantize`, of a tensor of `shape`, in `dtype`; `seed` as it was given there.
 
     Raises ValueError if the payload does not have the size that format and shape ask for.
     """
@@ -73,8 +75,6 @@ def quantize_rows(
     size = format.payload_bytes(x_RN.shape[1])
     if out is None:
         out = torch.empty(rows, size, dtype=torch.uint8, device=x_RN.device)
-    elif out.shape != (rows, size) or out.dtype != torch.uint8:
-        raise ValueError(f"quantize: out is {out.dtype} {list(out.shape)}, expected torch.uint8 [{rows}, {size}]")
     if kernels := _kernels(x_RN, format):
         kernels.quantize_rows(x_RN, format, order, seed, out)
     else:
@@ -93,7 +93,7 @@ def _quantize_rows(x_RN: Tensor, format: Format, seed: int | None, out_RB: Tenso
         x = x_RN[some, first * format.block : last * format.block].to(torch.float32)
         missing = (last - first) * format.block - x.shape[1]
         if missing:
-            x = torch.nn.functional.pad(x, (0, missing))
+            x = F.pad(x, (0, missing))
         codes, scales = blocks.encode(x.reshape(x.shape[0], last - first, format.block), format, seed, first)
         scales_RK[some, first:last] = scales.to(torch.int16)
         _pack(codes, format, [plane[some, first:last] for plane in planes_RKB])
@@ -119,8 +119,6 @@ def dequantize_rows(
     rows = payload_RB.shape[0]
     if out is None:
         out = torch.empty(rows, n, dtype=dtype, device=payload_RB.device)
-    elif out.shape != (rows, n) or out.dtype != dtype:
-        raise ValueError(f"dequantize: out is {out.dtype} {list(out.shape)}, expected {dtype} [{rows}, {n}]")
     if kernels := _kernels(payload_RB, format):
         kernels.dequantize_rows(payload_RB, format, n, seed, out)
     else:
@@ -226,7 +224,7 @@ def dequantize_reduce_quantize(
 def _kernels(x: Tensor, *formats: Format) -> Any:
     """The launches of Triton kernels, or None. Blocks that a program cannot hold in registers are PyTorch's on any
     device."""
-    if not x.is_cuda or not has_triton() or any(format.block > _LARGEST_BLOCK for format in formats):
+    if not runs_triton(x) or any(format.block > _LARGEST_BLOCK for format in formats):
         return None
     from rewriter.kernels import quantize_triton
 
@@ -291,3 +289,37 @@ def _unpack(planes: Sequence[Tensor], format: Format) -> Tensor:
     for bits, shift in zip(more, format.shifts[1:], strict=True):
         codes.add_(bits, alpha=1 << shift)
     return codes
+
+
+# --- vectors ---
+
+# A payload of `quantize` holds the codes of all its elements, then all scales, and is read at once. Keys and values are
+# cut by heads and by tokens on their way from rank to rank, so here each vector keeps its bytes together, codes, then
+# scales: any slice, stack or permutation of the other dimensions is one of bytes. A vector is filled up with zeros to
+# whole blocks, so blocks that divide it cost nothing.
+
+
+def vector_bytes(format: Format, n: int) -> int:
+    """Bytes of a vector of `n` elements: its codes and the scales of its blocks."""
+    return sum(format.part_bytes(format.blocks(n)))
+
+
+def quantize_vectors(x: Tensor, format: Format) -> Tensor:
+    """uint8 [..., vector_bytes(format, n)] of x [..., n] in bf16, fp16, fp32 or fp64, rounded to nearest."""
+    parts = format.part_bytes(format.blocks(x.shape[-1]))
+    padded = F.pad(x.float() if x.dtype == torch.float64 else x, [0, -x.shape[-1] % format.block])
+    vectors = padded.shape[:-1].numel()
+    places = quantize(padded, format)[: vectors * sum(parts)].split([vectors * part for part in parts])
+    rows = torch.cat([place.view(vectors, part) for place, part in zip(places, parts, strict=True)], 1)
+    return rows.view(*x.shape[:-1], sum(parts))
+
+
+def dequantize_vectors(vectors: Tensor, format: Format, n: int, dtype: torch.dtype) -> Tensor:
+    """x [..., n] of `dtype` from what `quantize_vectors` gave, in any order and of any strides."""
+    shape = *vectors.shape[:-1], n + -n % format.block
+    payload = vectors.new_zeros(format.payload_bytes(torch.Size(shape).numel()))
+    parts = vectors.split(format.part_bytes(format.blocks(n)), -1)
+    for part, end in zip(parts, accumulate(part.numel() for part in parts), strict=True):
+        payload[end - part.numel() : end].view(part.shape).copy_(part)
+    x = dequantize(payload, format, shape, torch.float32 if dtype == torch.float64 else dtype)
+    return x[..., :n].to(dtype).contiguous()

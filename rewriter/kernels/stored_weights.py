@@ -11,6 +11,8 @@ from math import prod
 
 import torch
 
+from rewriter.kernels.devices import runs_triton
+
 # E2M1: sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, table 5)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # The place in an int32 of each of 8 neighbouring columns: AutoAWQ packs columns 0, 2, 4, 6, 1, 3, 5, 7.
@@ -24,7 +26,7 @@ def dequantized(
 
     On a GPU, FP8 and MXFP4 go through one kernel each, which reads codes and writes `dtype`.
     """
-    if parts[0].is_cuda and scheme in ("fp8", "mxfp4"):
+    if runs_triton(parts[0]) and scheme in ("fp8", "mxfp4"):
         from rewriter.kernels import stored_weights_triton
 
         if scheme == "fp8":
@@ -32,21 +34,21 @@ def dequantized(
         return stored_weights_triton.mxfp4(parts[0], parts[1], dtype)
     match scheme:
         case "fp8":
-            found = fp8(parts[0], parts[1], numbers)
+            values = fp8(parts[0], parts[1], numbers)
         case "mxfp4":
-            found = mxfp4(parts[0], parts[1])
+            values = mxfp4(parts[0], parts[1])
         case "awq":
-            found = awq(parts[0], parts[1], parts[2], *numbers)
+            values = awq(parts[0], parts[1], parts[2], *numbers)
         case "gptq":
             bits, _, added = numbers
-            found = gptq(parts[0], parts[1], parts[2], parts[3], bits, added)
+            values = gptq(parts[0], parts[1], parts[2], parts[3], bits, added)
         case "bnb8":
-            found = parts[0].to(torch.float32) * parts[1].to(torch.float32)[:, None] / 127
+            values = parts[0].to(torch.float32) * parts[1].to(torch.float32)[:, None] / 127
         case "bnb4":
-            found = bitsandbytes4(parts, numbers)
+            values = bitsandbytes4(parts, numbers)
         case _:
             raise ValueError(f"{scheme!r}: no such scheme of quantized weights")
-    return found.to(dtype)
+    return values.to(dtype)
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:

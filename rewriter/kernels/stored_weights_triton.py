@@ -20,12 +20,12 @@ COLUMNS = 128
 
 @triton.jit
 def scale_at(scales, at, mask, EXPONENTS: tl.constexpr):
-    found = tl.load(scales + at, mask=mask, other=0)
+    scale = tl.load(scales + at, mask=mask, other=0)
     if EXPONENTS:
         # 2 ** (byte - 127) has the byte as its exponent; 2 ** -127 is subnormal
-        code = found.to(tl.int32)
+        code = scale.to(tl.int32)
         return tl.where(code == 0, 4194304, code << 23).to(tl.float32, bitcast=True)
-    return found.to(tl.float32)
+    return scale.to(tl.float32)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import local_rank
 from rewriter.fabric import Kind
-from rewriter.fabric.tables import Curve, Point
+from rewriter.fabric.tables import Curve, CurvePoint
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
 from rewriter.predict.machine import device_section
 from rewriter.predict.timing import StartCollective, beside_computation, durations, mean, own_device
@@ -46,7 +46,7 @@ class Measurement:
 
     kind: Kind
     ranks: int
-    point: Point
+    point: CurvePoint
     taken: float
 
 
@@ -99,7 +99,7 @@ def _measured(kind: Kind, nbytes: int, group: Any, repetitions: int) -> Measurem
         cpu, busy = beside_computation(run, typical, repetitions, rooted)
         if kind == "send":  # it takes a rank's core for one message that leaves and one that arrives
             cpu /= 2
-    point = Point(nbytes, typical, min(cpu, typical), busy if busy > typical else 0.0)
+    point = CurvePoint(nbytes, typical, min(cpu, typical), busy if busy > typical else 0.0)
     return Measurement(kind, dist.get_world_size(), point, timed.taken)
 
 

@@ -13,7 +13,7 @@ from rewriter.training.sharding import shard_optimizer, shard_parameters
 from rewriter.training.zero.frozen import FrozenWeights, quantize_frozen
 from rewriter.training.zero.node_local import NodeLocalOptimizer, node_local_optimizer
 from rewriter.training.zero.nodes import node_mesh
-from rewriter.training.zero.plus_plus import ZeroPlusPlus, zero_plus_plus
+from rewriter.training.zero.plus_plus import zero_plus_plus
 from rewriter.training.zero.stages import ZeroOptimizer, zero_optimizer
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "FrozenWeights",
     "NodeLocalOptimizer",
     "ZeroOptimizer",
-    "ZeroPlusPlus",
     "expert_mesh",
     "node_local_optimizer",
     "node_mesh",

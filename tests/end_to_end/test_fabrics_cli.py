@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from rewriter.cli import main
 from rewriter.fabric import Call, fabrics, load_fabric
-from rewriter.fabric.tables import Point
+from rewriter.fabric.tables import CurvePoint
 from rewriter.predict import timing
 
 
@@ -40,6 +40,7 @@ def test_the_list_names_every_fabric_and_marks_what_is_modelled(
 
 
 def test_show_tells_figures_sources_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean 'h100-nvlink'" in refused(["fabrics", "show", "h100-nvlnk"], capsys)
     assert main(["fabrics", "show", "h100-nvlink"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     for part in ("3.35 TB/s", "NVIDIA H100 datasheet", "351 GB/s", "tuning.cc", "vllm", "leave one out", "worst"):
@@ -57,10 +58,6 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     curve = next(row for row in shown["curves"] if (row["collective"], row["ranks"]) == ("all_reduce", 2))
     assert 0 < curve["median_error"] < 0.1
     assert 0 < shown["median_error"] <= 0.04
-
-
-def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Did you mean 'h100-nvlink'" in refused(["fabrics", "show", "h100-nvlnk"], capsys)
 
 
 def test_import_makes_a_fabric_that_answers_as_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +178,7 @@ def test_a_duration_is_from_arrival_to_completion(monkeypatch: pytest.MonkeyPatc
     assert found.seconds == pytest.approx([0.019] * 4)  # the call itself took 1 ms of the thread
 
 
-def calibrated_here(group: object) -> tuple[str, list[tuple[str, Point]]]:
+def calibrated_here(group: object) -> tuple[str, list[tuple[str, CurvePoint]]]:
     from rewriter.predict.calibration import calibrated, measure
 
     large = measure(("all_reduce", "all_gather", "send"), (1 << 22,), 3)

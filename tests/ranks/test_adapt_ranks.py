@@ -245,7 +245,7 @@ def gathered(group: Any) -> Gathered:
     from torch.distributed.fsdp import fully_shard
 
     from rewriter.training import zero_plus_plus
-    from rewriter.training.zero.comm_hooks import exact_weights
+    from rewriter.training.zero.plus_plus import exact_weights
 
     torch.manual_seed(0)
     model, x = torch.nn.Linear(64, 64), torch.randn(4, 64)

@@ -353,12 +353,11 @@ def test_the_page_names_tests_that_exist(part, least):
     lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
     rows = [line.strip("| ").split(" | ") for line in lines[1:]]
     assert len(rows) >= least
-    support = "".join(path.read_text() for path in (TESTS / "support").glob("*.py"))
+    imported = [path.read_text() for path in (TESTS / "support").glob("*.py")]
     defined: dict[str, list[str]] = {}
     for path in TESTS.rglob("test_*.py"):
-        text = path.read_text()
-        for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE):
-            defined.setdefault(name, []).append(text + support)
+        for name in re.findall(r"^def (test_\w+)", text := path.read_text(), re.MULTILINE):
+            defined.setdefault(name, imported[:]).append(text)
     for _, _, tests in rows:
         names = re.findall(r"`(\w+)(?:\[([\w-]+)\])?`", tests)
         assert names, tests

@@ -11,11 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from zero_model import LOCAL, RANKS, marked
-from zero_node_local_ranks import (
-    CASES,
-    SLOW,
-    node_local_cases,
-)
+from zero_node_local_ranks import CASES, SLOW, node_local_cases
 
 
 @functools.cache

@@ -61,6 +61,8 @@ def refusals(group):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "3")
         found["unequal nodes"] = refusal(lambda: zero_plus_plus(sharded(model()), weights="int8"))
+        patch.setenv("LOCAL_WORLD_SIZE", str(LOCAL))
+        found["nodes"] = str(tuple(node_mesh("cpu").shape))
     return found
 
 
@@ -91,6 +93,10 @@ REFUSED = {
     "place": "state of (2, 2, 9, 9), expected (2, 2, 0, 0)",
     "unequal nodes": "LOCAL_WORLD_SIZE=3 the shard group's ranks [0, 1, 2, 3] lie on nodes [0, 0, 0, 1]",
 }
+
+
+def test_torchrun_says_which_ranks_share_a_node():
+    assert refused()["nodes"] == f"({RANKS // LOCAL}, {LOCAL})"
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -13,19 +13,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from zero_stage_model import adam, model, rows
-from zero_stage_ranks import (
-    CASES,
-    FAULTS,
-    STEPS,
-    decayed,
-    everything,
-    schedule,
-)
-
-# --- faults, each of which the comparisons must find ---
-
-
-# --- what else is asked of the ranks ---
+from zero_stage_ranks import CASES, FAULTS, STEPS, decayed, everything, schedule
 
 
 @functools.cache

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from rewriter.emulation import EmulationConfig  # registers the backend
+from rewriter.emulation.rendezvous import Rendezvous
+from rewriter.emulation.work import Engine
 from rewriter.fabric import Call, Delay
 
 
@@ -34,6 +38,19 @@ class Modelled(EmulationConfig):
 
     def delay_model(self) -> Constant:
         return Constant(self.seconds)
+
+
+def together(make: Callable[[Rendezvous], Engine], real: tuple[int, ...]) -> dict[int, Engine]:
+    """An engine for each real rank of a job, in this process."""
+    store, engines = dist.HashStore(), {}
+
+    def connect(rank: int) -> None:
+        engines[rank] = make(Rendezvous(store, real, rank, 300))
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in real]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return {rank: engines[rank] for rank in real}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from rewriter.training import expert_mesh, shard_experts
 
 STEPS, LOCAL = 3, 2
 
-
 # name: family, dp, ep, order, experts implementation
 FAST = {
     "mixtral, ep 2": ("mixtral", 1, 2, "E+D", "eager"),
@@ -21,8 +20,6 @@ FAST = {
     "short, D+E": ("short", 2, 2, "D+E", "eager"),
     "ladder, D+E": ("ladder", 2, 2, "D+E", "eager"),
 }
-
-
 SLOW = {
     "mixtral, E+D": ("mixtral", 2, 2, "E+D", "eager"),
     "mixtral, D+E": ("mixtral", 2, 2, "D+E", "eager"),
@@ -31,8 +28,6 @@ SLOW = {
     "qwen3_moe, D+E": ("qwen3_moe", 2, 2, "D+E", "eager"),
     "gpt_oss, batched": ("gpt_oss", 2, 2, "E+D", "batched_mm"),
 }
-
-
 CASES = FAST | SLOW
 
 

@@ -8,7 +8,8 @@ import torch
 
 from rewriter.ir.ops import SequencePlan
 
-LENGTH, STEPS, RATE = 37, 20, 0.02
+LENGTH, STEPS, RATE = 37, 10, 0.02
+COLUMN, SQUARE, PAIR = (SequencePlan("attention2d", grid) for grid in ((1, 2, 1), (1, 2, 2), (1, 1, 2)))
 
 
 def batch():
@@ -30,12 +31,6 @@ def build(plan, dp=1, tp=1):
     model.load_state_dict({name: reference.shard(name, w, rank, tp) for name, w in reference.weights().items()})
     rows = slice(where * 4 // dp, (where + 1) * 4 // dp)
     return model, *(x[rows] for x in batch())
-
-
-COLUMN, SQUARE = SequencePlan("attention2d", (1, 2, 1)), SequencePlan("attention2d", (1, 2, 2))
-
-
-PAIR = SequencePlan("attention2d", (1, 1, 2))
 
 
 def pair_model(on_ranks):

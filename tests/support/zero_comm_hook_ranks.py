@@ -11,8 +11,8 @@ from zero_model import LOCAL, RANKS, backward, batches, flat_mesh, model, sharde
 
 from rewriter.kernels import dequantize, quantize
 from rewriter.training import zero_plus_plus
-from rewriter.training.zero import comm_hooks
-from rewriter.training.zero.comm_hooks import DefaultAllGather, QuantizedAllGather
+from rewriter.training.zero import plus_plus
+from rewriter.training.zero.plus_plus import DefaultAllGather, QuantizedAllGather
 
 HOOKS = {
     "qwz": {"weights": "int8", "node": LOCAL},
@@ -25,10 +25,18 @@ HOOKS = {
     "nodes-of-one": {"gradients": "int8", "weights": "int8", "node": 1},
     "kept-whole": {"weights": "int8", "node": LOCAL, "secondary": 1},
 }
-
-
 # name: arguments of the comm hooks, mixed precision, how gradients accumulate, divide factor, sum instead of mean
-CASES = {name: (name, {}, "once", None, False) for name in HOOKS}
+CASES = {
+    **{name: (name, {}, "once", None, False) for name in HOOKS},
+    "all twice": ("all", {}, "twice", None, False),
+    "all unsynced": ("all", {}, "unsynced", None, False),
+    "qgz-8 partly": ("qgz-8", {}, "partly", None, False),
+    "qgz-8 factor": ("qgz-8", {}, "once", 3.0, False),  # which gloo's own reduce-scatter cannot
+    "qgz-8 factor sum": ("qgz-8", {}, "once", 3.0, True),
+    "all bf16": ("all", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, "once", None, False),
+    "qgz-8 fp16": ("qgz-8", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float16}, "once", None, False),
+}
+SLOW = {"qwz+hpz", "qgz-8", "one-node", "nodes-of-one", "kept-whole", "qgz-8 factor", "qgz-8 fp16"}
 
 
 def gradients(made):
@@ -105,18 +113,18 @@ def comm_hook_case(group, expected, hooks, policy, accumulate, factor, force_sum
 
 
 def multiplied_by_the_world(patch):
-    patch(comm_hooks, "reduction_factor", lambda op, ranks: 1.0)
+    patch(plus_plus, "reduction_factor", lambda op, ranks: 1.0)
 
 
 def multiplied_by_the_node(patch):
     """As DeepSpeed's: the sum inside a node is never divided."""
-    factor = comm_hooks.reduction_factor
-    patch(comm_hooks, "reduction_factor", lambda op, ranks: factor(op, ranks) * LOCAL)
+    factor = plus_plus.reduction_factor
+    patch(plus_plus, "reduction_factor", lambda op, ranks: factor(op, ranks) * LOCAL)
 
 
 def blocks_across_parameters(patch):
-    layout = comm_hooks.BlockLayout
-    patch(comm_hooks, "BlockLayout", lambda sizes, block: layout([sum(sizes)], block))
+    layout = plus_plus.BlockLayout
+    patch(plus_plus, "BlockLayout", lambda sizes, block: layout([sum(sizes)], block))
 
 
 def own_shard_exact(patch):
@@ -155,9 +163,6 @@ FAULTS = {  # and the cases that they spoil
 }
 
 
-SLOW = {"qwz+hpz", "qgz-8", "one-node", "nodes-of-one", "kept-whole", "qgz-8 factor", "qgz-8 fp16"}
-
-
 def comm_hook_cases(group, slow):
     expected = {}
     found = {name: comm_hook_case(group, expected, *case) for name, case in CASES.items() if (name in SLOW) == slow}
@@ -165,7 +170,6 @@ def comm_hook_cases(group, slow):
         for fault, name in FAULTS.items():
             found[fault.__name__] = comm_hook_case(group, expected, *CASES[name], fault)
         found |= {"replicas": replicas(), "stepped": {n: stepped_after(*p) for n, p in STEPPED.items()}}
-        found["reports"] = reports()
     return found
 
 
@@ -206,25 +210,14 @@ def replicas():
     plain.load_state_dict(made.state_dict())
     zero_plus_plus(made, gradients="int8", node=RANKS // 2)
     generator = torch.Generator().manual_seed(mesh.get_local_rank("shard"))
-    x, sums, reduce_scatter = torch.randn(16, 64, generator=generator), [], comm_hooks.reduce_scatter
+    x, sums, reduce_scatter = torch.randn(16, 64, generator=generator), [], plus_plus.reduce_scatter
 
     def kept(*arguments, **options):
         sums.append(reduce_scatter(*arguments, **options).clone())
         return sums[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm_hooks, "reduce_scatter", kept)
+        patch.setattr(plus_plus, "reduce_scatter", kept)
         made(x).square().mean().backward()
     plain(x).square().mean().backward()
     return sums[0], made.weight.grad.to_local(), plain.weight.grad.to_local()
-
-
-def reports():
-    """Of memory, where the root stays gathered and where not, with their parameters. LOCAL_WORLD_SIZE gives nodes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", "2")
-        policy = {"param_dtype": torch.bfloat16}
-        kept = zero_plus_plus(sharded(model(), reshard=None, **policy), weights="int8", secondary=2)
-        freed = zero_plus_plus(sharded(model(), **policy), weights="int8", secondary=2)
-    held = sum(p.numel() for layer in model().llama.model.layers for p in layer.parameters())
-    return kept, freed, held, sum(p.numel() for p in model().parameters())

@@ -40,8 +40,6 @@ def replica(made):
 
 
 CASES = ["once", "twice", "unsynced", "put off", "bf16", "nodes of one", "one node", "summed over nodes"]
-
-
 SLOW = {"unsynced", "nodes of one", "one node", "trained"}
 
 

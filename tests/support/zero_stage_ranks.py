@@ -16,8 +16,6 @@ from rewriter.training import zero_optimizer
 from rewriter.training.zero import buckets, flat, stages
 
 STEPS = 4
-
-
 SMALL = 4000  # bytes of a bucket: several, some of them with pieces of several owners
 
 

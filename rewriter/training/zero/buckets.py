@@ -8,7 +8,7 @@ communication post, section 2).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -137,7 +137,8 @@ class Reducer:
         if not self._active:
             self._active, self._next, self.pending = True, 0, True
             self._missing = [set(range(len(each))) for each in self.held]
-            _after_backward(self._end)
+            # when all gradients are computed, as FSDP2 does it: autograd has no public way
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if b < self._next:
             raise RewriterError(
                 f"zero_optimizer: {self.held[b][i].name} got a second gradient in one backward pass, after its "
@@ -194,9 +195,3 @@ class Reducer:
             bucket.wait()
             bucket.filled.clear()
         self._active = self.pending = False
-
-
-def _after_backward(function: Callable[[], None]) -> None:
-    """Call `function` once, when the backward pass that is running has computed all its gradients. What FSDP2 uses:
-    autograd has no public way to say it."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -159,7 +159,7 @@ def quantize_frozen(model: nn.Module, format: str, *, min_elements: int = 1 << 1
 
 
 def _reason(linear: nn.Linear, uses: Counter[int], min_elements: int) -> str | None:
-    """Why the weight of a frozen layer stays as it is; None if it need not."""
+    """The reason for which the weight of a frozen layer stays as it is; None if it need not."""
     if type(linear) is not nn.Linear:
         return f"a {type(linear).__name__} computes in a way of its own"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:

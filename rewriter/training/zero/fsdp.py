@@ -39,7 +39,6 @@ class ShardedParameter:
     parameter: nn.Parameter
     padded: int
     local: int
-    whole: int
 
 
 class ParameterGroup:
@@ -67,12 +66,7 @@ class ParameterGroup:
     @property
     def parameters(self) -> list[ShardedParameter]:
         return [
-            ShardedParameter(
-                p.sharded_param,
-                p.padded_sharded_param_size.numel(),
-                p.sharded_size.numel(),
-                p._orig_size.numel(),
-            )
+            ShardedParameter(p.sharded_param, p.padded_sharded_param_size.numel(), p.sharded_size.numel())
             for p in self._group.fsdp_params
         ]
 
@@ -112,16 +106,9 @@ class ParameterGroup:
     @property
     def gathered_dtypes(self) -> set[torch.dtype]:
         """The dtypes that parameters are gathered and computed in."""
-        return {self._gathered(p.sharded_param.dtype) for p in self._group.fsdp_params}
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of this rank's shards as they are gathered, padding included."""
-        return sum(p.padded * self._gathered(p.parameter.dtype).itemsize for p in self.parameters)
-
-    def _gathered(self, dtype: torch.dtype) -> torch.dtype:
         wanted: torch.dtype | None = self._group.mp_policy.param_dtype
-        return wanted if wanted is not None and dtype.is_floating_point else dtype
+        own = {p.sharded_param.dtype for p in self._group.fsdp_params}
+        return {wanted if wanted is not None and dtype.is_floating_point else dtype for dtype in own}
 
     @property
     def divide_factor(self) -> float | None:
@@ -190,7 +177,6 @@ class ParameterGroup:
         would otherwise be computed with again, after the step. Backward computes with what its forward had."""
         group, unshard = self._group, self._group.unshard
         gathered: list[int] = []
-
         steps = _optimizer_steps()
 
         def versions() -> list[int]:

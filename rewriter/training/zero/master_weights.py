@@ -20,10 +20,45 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 """Called with groups of parameters, as torch.optim's classes take them."""
 
 
-def groups_of_parameters(model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
-    """Groups as torch.optim's classes take them: of `params`, by default all of `model` that require a gradient."""
-    wanted: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
-    return wanted if wanted and isinstance(wanted[0], dict) else [{"params": wanted}]
+def groups_of_parameters(
+    caller: str, model: nn.Module, params: Parameters | None, faults: Callable[[nn.Parameter], dict[str, bool]]
+) -> list[dict[str, Any]]:
+    """Groups as torch.optim's classes take them: of `params`, by default all of `model` that require a gradient.
+
+    Raises RewriterError for none, for a parameter that comes twice, and for one of which one of the `faults` is true.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wanted: list[Any] = trained if params is None else list(params)
+    if not trained or not wanted:
+        raise RewriterError(
+            f"{caller}: no parameter of {type(model).__name__.removeprefix('FSDP')} requires a gradient. Set "
+            "requires_grad_(True) on what is trained"
+        )
+    given = wanted if isinstance(wanted[0], dict) else [{"params": wanted}]
+    groups = [{**group, "params": list(group["params"])} for group in given]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    seen: set[nn.Parameter] = set()
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        checks = {
+            "is not the model's": parameter not in names,
+            "does not require a gradient": not parameter.requires_grad,
+            "comes twice": parameter in seen,
+            **faults(parameter),
+        }
+        for fault in (fault for fault, there in checks.items() if there):
+            name = names.get(parameter, f"of shape {list(parameter.shape)}")
+            raise RewriterError(
+                f"{caller}: parameter {name} {fault}. Pass parameters of the model that are trained, each once"
+            )
+        seen.add(parameter)
+    return groups
+
+
+def groups_of_masters(
+    groups: Sequence[dict[str, Any]], masters: Callable[[nn.Parameter], Sequence[nn.Parameter]]
+) -> list[dict[str, Any]]:
+    """`groups` with this rank's master weights of each parameter in its place."""
+    return [{**group, "params": [m for parameter in group["params"] for m in masters(parameter)]} for group in groups]
 
 
 class MasterWeightOptimizer(Optimizer):
@@ -52,6 +87,10 @@ class MasterWeightOptimizer(Optimizer):
         """Groups whose ranks together step all parameters."""
         raise NotImplementedError
 
+    def owned(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Parameters with the master weights that this rank steps of them."""
+        raise NotImplementedError
+
     def master_weights(self) -> list[Tensor]:
         """The fp32 tensors that a checkpoint of this rank holds."""
         raise NotImplementedError
@@ -60,8 +99,12 @@ class MasterWeightOptimizer(Optimizer):
         """The shape of the ranks, and this rank's position among them: equal when state is saved and loaded."""
         raise NotImplementedError
 
-    def before_step(self) -> None:
+    def complete(self) -> None:
         """Complete the gradients of the master weights."""
+
+    def before_step(self) -> None:
+        """Complete the gradients, and refuse what cannot be stepped."""
+        self.complete()
 
     def after_step(self) -> None:
         """Give all ranks the stepped parameters."""
@@ -93,6 +136,29 @@ class MasterWeightOptimizer(Optimizer):
         self.after_step()
         return loss
 
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        *,
+        within: ProcessGroup | None = None,
+        share: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
+    ) -> Tensor:
+        """Scale gradients so that the 2-norm of all of them, over all ranks, is at most `max_norm`; returns the norm.
+
+        torch.nn.utils.clip_grad_norm_ would see this rank's part only. `within`: ranks that hold other parameters of
+        the same model, tensor-parallel ones; `share` then says which part of a parameter's squares is to be counted
+        here, 1 / ranks for one that they all hold. All ranks call it. max_norm infinite: the norm alone.
+        """
+        self.complete()
+        like = self.followed[0]
+        squares = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        gradients = [(p, master.grad) for p, master in self.owned() if master.grad is not None]
+        for parameter, gradient in gradients:
+            squares += torch.linalg.vector_norm(gradient).square() * share(parameter)
+        groups = self.rank_groups() if within is None else [*self.rank_groups(), within]
+        return clip([gradient for _, gradient in gradients], squares, groups, max_norm)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state of the optimizer, and "master_weights". Each rank saves and loads its own, on as many
         ranks in the same layout; the model's own state_dict holds the parameters, and is loaded first."""
@@ -123,6 +189,7 @@ class MasterWeightOptimizer(Optimizer):
     def follow(self, model: nn.Module, parameters: Sequence[nn.Parameter], loaded: Callable[[int], None]) -> None:
         """`model.zero_grad` clears master weights too; `loaded` gets the index of each parameter that was loaded, even
         if into a part of the model."""
+        self.followed = parameters
         places = {id(p): i for i, p in enumerate(parameters)}
         for module in model.modules():
             own = [places[id(p)] for p in module._parameters.values() if id(p) in places]
@@ -152,12 +219,19 @@ def clip(gradients: Sequence[Tensor], squares: Tensor, groups: Sequence[ProcessG
     return norm
 
 
-def differing(values: Tensor, group: ProcessGroup) -> Tensor:
-    """bool: where the ranks of `group` hold different `values` (int64); equal on all of them."""
-    least, most = values.clone(), values.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return least != most
+def refuse_differing(values: Tensor, names: Sequence[str], groups: Sequence[ProcessGroup], error: str) -> None:
+    """Raises RewriterError on all ranks of `groups` where those of the first hold different `values`, int64 [names].
+
+    error: its text, in which {names} and {count} stand for what differs.
+    """
+    bounds = torch.stack([values, -values])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=groups[0])
+    differ = (bounds[0] != -bounds[1]).long()
+    for group in groups[1:]:
+        dist.all_reduce(differ, dist.ReduceOp.MAX, group=group)
+    wrong = [name for name, flag in zip(names, differ.tolist(), strict=True) if flag]
+    if wrong:
+        raise RewriterError(error.format(names=", ".join(wrong[:3]), count=f"{len(wrong)} of {len(names)}"))
 
 
 def overflowed(scaler: GradScaler, optimizer: Optimizer, groups: Sequence[ProcessGroup]) -> bool:

@@ -6,10 +6,6 @@ sharded over its ranks by FSDP2, so that no gather leaves it. Between nodes, qua
 every rank steps 1 / (nodes × local ranks) of fp32 master weights (ZeRO-1 across nodes), and the nodes exchange master −
 replica, quantized: 0.25 M of gradients and 0.25 M of weights at 4 bits, once per step however many micro-batches it
 has, with an error far below that of 8-bit weights, since differences are small (SDP4Bit, arXiv 2410.15526).
-
-Differences are scaled by block. Another code that was measured, differences of bf16 codes in units of the last place,
-is nearly exact at small learning rates, but falls behind on weights near zero at 1e-4 and
-above; scaled blocks follow at any rate and with any dtype of the replica.
 """
 
 from __future__ import annotations
@@ -28,18 +24,18 @@ from rewriter.runtime.collectives.exchange import Transfer, gather_start
 from rewriter.runtime.context import checksum
 from rewriter.runtime.quantized.launch import reduce_scatter
 from rewriter.runtime.quantized.schedules import known_format
-from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.flat import BlockLayout, OwnedPiece, accumulate_gradient, owned_pieces
 from rewriter.training.zero.fsdp import ParameterGroup, groups_of, local_shard
 from rewriter.training.zero.master_weights import (
     MakeOptimizer,
     MasterWeightOptimizer,
     Parameters,
-    clip,
-    differing,
+    groups_of_masters,
     groups_of_parameters,
+    refuse_differing,
 )
 from rewriter.training.zero.nodes import NODE
+from rewriter.training.zero.plus_plus import SeedCounter
 
 
 def node_local_optimizer(
@@ -118,44 +114,22 @@ class NodeLocalOptimizer(MasterWeightOptimizer):
                 self._groups.append(
                     SlicedGroup(group, across, gradients, weights, self._seeds, f"{group.name} {index}")
                 )
-        if not self._groups:
-            raise RewriterError(
-                f"node_local_optimizer: no parameter of {type(model).__name__.removeprefix('FSDP')} requires a "
-                "gradient. Set requires_grad_(True) on what is trained"
-            )
-        self._check_replicas()
-        super().__init__(optimizer(self._master_groups(model, params)))
-        places = [(group, i) for group in self._groups for i in range(len(group.parameters))]
-        parameters = [parameter for group in self._groups for parameter in group.parameters]
-        self.follow(model, parameters, lambda index: places[index][0].loaded(places[index][1]))
-
-    def _master_groups(self, model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
         owners = {parameter: group for group in self._groups for parameter in group.parameters}
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        wrapped = []
-        for group in groups_of_parameters(model, params):
-            weights = []
-            for parameter in group["params"]:
-                if parameter not in owners:
-                    raise RewriterError(
-                        f"node_local_optimizer: parameter {names.get(parameter, '(not of the model)')} is not one that "
-                        "FSDP2 has sharded and that requires a gradient. Call fully_shard on the module that holds it"
-                    )
-                weights += owners[parameter].master_weights_of(parameter)
-            wrapped.append({**group, "params": weights})
-        return wrapped
-
-    def _check_replicas(self) -> None:
-        """Only differences are exchanged, so all nodes must begin with the same bits."""
-        across, inside = self._mesh.get_all_groups()
-        differ = differing(torch.stack([group.checksum() for group in self._groups]), across).long()
-        dist.all_reduce(differ, dist.ReduceOp.MAX, group=inside)  # so that all ranks raise
-        names = [group.name for group, flag in zip(self._groups, differ.tolist(), strict=True) if flag]
-        if names:
-            raise RewriterError(
-                f"{self.name}: nodes hold different weights in {', '.join(names[:3])} ({len(names)} of "
-                f"{len(self._groups)} groups). Load the same checkpoint on all ranks, or seed them alike"
-            )
+        groups = groups_of_parameters(
+            self.name, model, params,
+            lambda p: {"is not one that FSDP2 has sharded (call fully_shard on its module)": p not in owners},
+        )  # fmt: skip
+        # only differences are exchanged, so all nodes must begin with the same bits
+        refuse_differing(
+            torch.stack([group.checksum() for group in self._groups]), [group.name for group in self._groups],
+            self.rank_groups(), "node_local_optimizer: nodes hold different weights in {names} ({count} groups). Load "
+            "the same checkpoint on all ranks, or seed them alike",
+        )  # fmt: skip
+        super().__init__(
+            optimizer(groups_of_masters(groups, lambda p: [master for q, master in owners[p].owned() if q is p]))
+        )
+        places = [(group, i) for group in self._groups for i in range(len(group.parameters))]
+        self.follow(model, list(owners), lambda index: places[index][0].loaded(places[index][1]))
 
     def after_step(self) -> None:
         """Exchange what the master weights differ by from what the nodes compute with."""
@@ -168,17 +142,8 @@ class NodeLocalOptimizer(MasterWeightOptimizer):
         for group in self._groups:
             group.kept = None  # what `set_requires_all_reduce(False)` has put off
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale gradients so that the 2-norm of all of them, over all ranks, is at most `max_norm`; returns the norm.
-
-        torch.nn.utils.clip_grad_norm_ would see this rank's part only. All ranks call it.
-        """
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = torch.zeros((), device=self._groups[0].master.device)
-        if gradients:
-            total = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        return clip(gradients, total, self.rank_groups(), max_norm)
+    def owned(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [pair for group in self._groups for pair in group.owned()]
 
     def rank_groups(self) -> list[ProcessGroup]:
         return self._mesh.get_all_groups()
@@ -236,10 +201,10 @@ class SlicedGroup:
         for i in range(len(self.parameters)):
             self._watch(i)
 
-    def master_weights_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """This rank's piece of a parameter, or none."""
+    def owned(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Parameters with the master weights of this rank's pieces of them."""
         mine = zip(self.pieces[self.node], self.master_weights, strict=True)
-        return [master for piece, master in mine if self.parameters[piece.parameter] is parameter]
+        return [(self.parameters[piece.parameter], master) for piece, master in mine]
 
     def _watch(self, index: int) -> None:
         self.parameters[index].register_post_accumulate_grad_hook(lambda p: self._take(index, p))

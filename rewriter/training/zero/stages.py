@@ -9,7 +9,7 @@ parameters (DeepSpeed's communication post, sections 2 and 3). Stage 3, which sh
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,9 +27,9 @@ from rewriter.training.zero.master_weights import (
     MakeOptimizer,
     MasterWeightOptimizer,
     Parameters,
-    clip,
-    differing,
+    groups_of_masters,
     groups_of_parameters,
+    refuse_differing,
 )
 
 _OWNED = "_rewriter_zero_optimizer"  # set on a parameter whose gradients one takes
@@ -106,8 +106,12 @@ class ZeroOptimizer(MasterWeightOptimizer):
         divide: float,
     ) -> None:
         self.group, self.stage = group, stage
-        groups = groups_of_parameters(model, params)
-        named = _trained(model, groups)
+        groups = groups_of_parameters(
+            self.name, model, params, lambda p: {"belongs to another zero_optimizer": getattr(p, _OWNED, False)}
+        )
+        wanted = {parameter for each in groups for parameter in each["params"] if parameter.numel()}
+        # in the model's order, which is about that of its computation
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter in wanted]
         self._flats = [FlatParameters(each, group) for each in _by_kind(named)]
         places = {held.parameter: (flat, held) for flat in self._flats for held in flat.parameters}
         self._places = [places[parameter] for _, parameter in named]
@@ -116,10 +120,8 @@ class ZeroOptimizer(MasterWeightOptimizer):
         for each in held:
             setattr(each.parameter, _OWNED, True)
         self.reducer = Reducer(held, group, bucket_bytes, divide, keep=stage == 1)
-        masters = {each.parameter: each.master for each in held if each.master is not None}
-        super().__init__(
-            optimizer([{**given, "params": [masters[p] for p in given["params"] if p in masters]} for given in groups])
-        )
+        masters = {each.parameter: [each.master] for each in held if each.master is not None}
+        super().__init__(optimizer(groups_of_masters(groups, lambda parameter: masters.get(parameter, []))))
         self.follow(model, [each.parameter for each in held], self._loaded)
 
     def _check_replicas(self) -> None:
@@ -127,20 +129,17 @@ class ZeroOptimizer(MasterWeightOptimizer):
         if self.group is None or self.group.size() == 1:
             return
         held = [held for _, held in self._places]
-        device = held[0].parameter.device
         layout = zlib.crc32(repr([(h.name, h.parameter.shape, h.parameter.dtype) for h in held]).encode())
-        if differing(torch.tensor([layout, len(held)], device=device), self.group).any():
-            raise RewriterError(
-                "zero_optimizer: ranks train parameters of different names, shapes or dtypes. Build the same model on "
-                "all ranks of the group, and freeze the same parameters"
-            )
-        sums = torch.stack([checksum(h.parameter.detach()) for h in held])
-        differ = differing(sums, self.group).nonzero().flatten().tolist()
-        if differ:
-            raise RewriterError(
-                f"zero_optimizer: ranks hold different weights in {held[differ[0]].name} ({len(differ)} of {len(held)} "
-                "parameters). Load the same checkpoint on all ranks, or seed them alike"
-            )
+        refuse_differing(
+            torch.tensor([layout], device=held[0].parameter.device), ["layout"], self.rank_groups(),
+            "zero_optimizer: ranks train parameters of different names, shapes or dtypes. Build the same model on "
+            "all ranks of the group, and freeze the same parameters",
+        )  # fmt: skip
+        refuse_differing(
+            torch.stack([checksum(h.parameter.detach()) for h in held]), [h.name for h in held], self.rank_groups(),
+            "zero_optimizer: ranks hold different weights in {names} ({count} parameters). Load the same checkpoint on "
+            "all ranks, or seed them alike",
+        )  # fmt: skip
 
     def _loaded(self, index: int) -> None:
         flat, held = self._places[index]
@@ -159,9 +158,12 @@ class ZeroOptimizer(MasterWeightOptimizer):
         finally:
             self.reducer.sync = before
 
+    def complete(self) -> None:
+        self.reducer.finish()
+
     def before_step(self) -> None:
         """Complete the gradients, and refuse parameters that are no views of the flat tensors any more."""
-        self.reducer.finish()
+        self.complete()
         for flat in self._flats:
             flat.check()
 
@@ -174,29 +176,8 @@ class ZeroOptimizer(MasterWeightOptimizer):
         self.reducer.clear()
         self.inner.zero_grad(set_to_none)
 
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        *,
-        within: ProcessGroup | None = None,
-        share: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
-    ) -> Tensor:
-        """Scale gradients so that the 2-norm of all of them, over all ranks, is at most `max_norm`; returns the norm.
-
-        torch.nn.utils.clip_grad_norm_ would see this rank's part only. `within`: ranks that hold other parameters of
-        the same model, tensor-parallel ones; `share` then says which part of a parameter's squares is to be counted
-        here, 1 / ranks for one that they all hold. All ranks call it. max_norm infinite: the norm alone.
-        """
-        self.reducer.finish()
-        squares = torch.zeros((), dtype=self._flats[0].master_S.dtype, device=self._flats[0].master_S.device)
-        gradients = []
-        for _, held in self._places:
-            if held.master is not None and held.master.grad is not None:
-                gradients.append(held.master.grad)
-                squares += torch.linalg.vector_norm(held.master.grad).square() * share(held.parameter)
-        groups = self.rank_groups() if within is None else [*self.rank_groups(), within]
-        return clip(gradients, squares, groups, max_norm)
+    def owned(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [(held.parameter, held.master) for _, held in self._places if held.master is not None]
 
     def rank_groups(self) -> list[ProcessGroup]:
         return [] if self.group is None else [self.group]
@@ -224,34 +205,6 @@ class ZeroOptimizer(MasterWeightOptimizer):
 
     def _layout(self) -> list[tuple[str, int, str]]:
         return [(h.name, h.parameter.numel(), str(h.parameter.dtype)) for _, h in self._places]
-
-
-def _trained(model: nn.Module, groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of `groups` with their names, in the model's order, which is about that of its computation."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    wanted: set[nn.Parameter] = set()
-    for group in groups:
-        for parameter in group["params"]:
-            name = names.get(parameter, f"of shape {list(parameter.shape)}")
-            faults = {
-                "is not the model's": parameter not in names,
-                "does not require a gradient": not parameter.requires_grad,
-                "comes twice": parameter in wanted,
-                "belongs to another zero_optimizer": getattr(parameter, _OWNED, False),
-            }
-            why = next((fault for fault, there in faults.items() if there), None)
-            if why is not None:
-                raise RewriterError(
-                    f"zero_optimizer: parameter {name} {why}. Pass parameters of the model that are trained, each once"
-                )
-            wanted.add(parameter)
-    named = [(name, parameter) for parameter, name in names.items() if parameter in wanted and parameter.numel()]
-    if not named:
-        raise RewriterError(
-            f"zero_optimizer: no parameter of {type(model).__name__} requires a gradient. Set requires_grad_(True) on "
-            "what is trained"
-        )
-    return named
 
 
 def _by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

@@ -15,15 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from emulated import Constant, Modelled, job
+from emulated import Constant, Modelled, job, together
 from torch.distributed.device_mesh import init_device_mesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation import EmulationConfig
 from rewriter.emulation.delay_cpu import DelayEngine
 from rewriter.emulation.operation import EmulatedOperation
-from rewriter.emulation.rendezvous import Rendezvous
-from rewriter.emulation.values import MessageSource
 from rewriter.emulation.work import CollectiveAborted, CollectiveTimeout
 from rewriter.fabric import Call, WhatIf, load_fabric
 
@@ -289,7 +287,7 @@ def test_cpu_time_of_the_real_exchange_is_spent():
 
 
 def test_timeouts_name_the_operation():
-    with job(4, Constant(1.5), timeout=timedelta(seconds=0.05)):
+    with job(4, Constant(1.0), timeout=timedelta(seconds=0.05)):
         group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
         with pytest.raises(CollectiveTimeout, match=r"group '0', operation 1: all_reduce of 8 bytes among 4 ranks"):
             dist.all_reduce(torch.ones(2))
@@ -357,15 +355,8 @@ def test_8192_ranks_begin_quickly():
 
 
 def _ranks(real, ranks=8):
-    """An engine for each real rank, in threads of this process, and a function that makes operations for them."""
-    store, engines = dist.HashStore(), {}
-
-    def connect(rank):
-        engines[rank] = DelayEngine(Constant(0.02), Rendezvous(store, real, rank, 300))
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in real]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    """An engine for each real rank, and a function that makes operations for them."""
+    engines = together(lambda rendezvous: DelayEngine(Constant(0.02), rendezvous), real)
 
     def begin(rank, kind="all_reduce", x=None, sequence=1, root=None, timeout=300.0):
         x = torch.ones(2) if x is None else x
@@ -395,9 +386,7 @@ def test_a_collective_begins_when_its_last_real_rank_has_come():
 def test_a_message_comes_while_its_receiver_waits():
     engines, _ = _ranks((0, 5))
     call, given, found = Call("send", 12, (5, 0)), torch.arange(3.0), torch.zeros(3)
-    receive = EmulatedOperation(
-        call, "world", 1, 1, (), (found,), 300.0, asynchronous=True, root=5, source=MessageSource()
-    )
+    receive = EmulatedOperation(call, "world", 1, 1, (), (found,), 300.0, asynchronous=True, root=5)
     send = EmulatedOperation(call, "world", 1, 0, (given,), (), 300.0, asynchronous=True, root=5)
     receiving = engines[0].submit(receive)
     sender = threading.Timer(0.1, engines[5].submit, [send])

@@ -23,8 +23,8 @@ from rewriter.emulation.delay_cpu import Late
 from rewriter.fabric import Call, Delay, WhatIf, load_fabric
 from rewriter.fabric.kernel_tables import Promised, kernel_table
 from rewriter.fabric.links import KERNELS, kernel_systems
-from rewriter.fabric.measured_delays import Best, Fused
-from rewriter.fabric.overlap import NONE, Overlap
+from rewriter.fabric.measured_delays import Best, FusedDelays
+from rewriter.fabric.overlap import NONE, OverlapCosts
 from rewriter.ir import Program
 from rewriter.predict.kernel_cost import Kernel
 from rewriter.predict.results import Prediction
@@ -54,9 +54,16 @@ def model() -> Program:
     )  # fmt: skip
 
 
+_PREDICTED: dict[Any, Prediction] = {}
+
+
 def predicted(model: Program, *what_if: str, recipe: str = "tensor-parallel", **options: Any) -> Prediction:
-    given: dict[str, Any] = dict(tp=8, prompt=512, generate=64, library="nccl") | options
-    return api.predict(model, [recipe], **predicting(what_if=tuple(what_if), **given)).predictions[0]
+    """Of this module's one model; each is computed once."""
+    key = what_if, recipe, *options.items()
+    if key not in _PREDICTED:
+        given: dict[str, Any] = dict(tp=8, prompt=512, generate=64, library="nccl") | options
+        _PREDICTED[key] = api.predict(model, [recipe], **predicting(what_if=what_if, **given)).predictions[0]
+    return _PREDICTED[key]
 
 
 # --- tables ---
@@ -171,7 +178,7 @@ def test_uncompiled_passes_run_more_kernels(model: Program) -> None:
 
 def test_the_last_of_eight_is_late_by_one_and_four_tenths_deviations() -> None:
     """1.4236 is the expected largest of eight normal deviates (Teichroew 1956)."""
-    overlap = Overlap(jitter=0.03, jitter_seconds=4e-6)
+    overlap = OverlapCosts(jitter=0.03, jitter_seconds=4e-6)
     assert overlap.skew(8, 100e-6) == pytest.approx(1.4236 * 5e-6, rel=0.02)
     assert overlap.skew(1, 1.0) == NONE.skew(8, 1.0) == 0.0
 
@@ -238,7 +245,7 @@ def test_emulated_peers_come_late_and_real_ones_do_not() -> None:
         def delay(self, call: Call) -> Delay:
             return Delay(10e-6, 0.0, ())
 
-    overlap = Overlap(jitter=0.02, jitter_seconds=3e-6)
+    overlap = OverlapCosts(jitter=0.02, jitter_seconds=3e-6)
     late = Late(Fixed(), overlap, frozenset({0}))
     among = Call("all_reduce", 1024, range(8))
     assert late.delay(among).seconds == pytest.approx(10e-6 + overlap.skew(8, 0.0))
@@ -267,7 +274,7 @@ def test_the_best_backend_is_no_slower_than_any(name: str) -> None:
 def test_a_fused_sum_takes_the_norm_with_it_up_to_its_size(model: Program) -> None:
     fabric = load_fabric("h100-nvlink")
     fused = fabric.delay_model("fused", graphed=True)
-    assert isinstance(fused, Fused)
+    assert isinstance(fused, FusedDelays)
     small = Call("all_reduce", 16 << 10, range(8), "bfloat16", True, norm=True)
     plain = fabric.delay_model("trtllm", graphed=True).delay(small)
     assert fused.delay(small).seconds == pytest.approx(plain.seconds + 1e-6)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import subprocesses
@@ -18,17 +19,16 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for
 
 
 @cache
-def interpreted() -> dict[str, float]:
-    """Errors of the kernel by case; see tests/support/merge_interpreted.py."""
-    found: dict[str, float] = subprocesses.interpreted("merge_interpreted.py", timeout=300)
-    return found
+def interpreted() -> Any:
+    """Errors of "merged" and "dequantized" by case; see tests/support/kernels_interpreted.py."""
+    return subprocesses.interpreted("kernels_interpreted.py", timeout=300)
 
 
 @on_linux
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_the_kernel_is_exact_in_any_shape(dtype: str) -> None:
     """Odd sizes, up to five parts, rows that some or all parts saw nothing of: only the last rounding is left."""
-    cases = {case: error for case, error in interpreted().items() if case.startswith(dtype)}
+    cases = {case: error for case, error in interpreted()["merged"].items() if case.startswith(dtype)}
     assert len(cases) == 20
     assert {case: error for case, error in cases.items() if not error < 1e-6} == {}
 
@@ -39,7 +39,7 @@ def test_the_kernel_is_exact_in_any_shape(dtype: str) -> None:
     ["mixed dtypes, a stride, parts in a message", "a part whose rows are not contiguous", "nothing beyond the end"],
 )
 def test_the_kernel_reads_any_layout(case: str) -> None:
-    assert interpreted()[case] < 1e-6
+    assert interpreted()["merged"][case] < 1e-6
 
 
 @on_linux
@@ -84,6 +84,6 @@ def test_merged_parts_are_rounded_once(dtype: torch.dtype) -> None:
 @on_linux
 def test_dequantizing_kernels_are_exact() -> None:
     """FP8 in blocks that do not divide the weight, per row and per tensor; every code; MXFP4; scales as exponents."""
-    found: dict[str, float] = subprocesses.interpreted("stored_weights_interpreted.py", timeout=300)
+    found = interpreted()["dequantized"]
     assert len(found) == 35
     assert {case: error for case, error in found.items() if error} == {}

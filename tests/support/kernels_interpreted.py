@@ -1,5 +1,6 @@
-"""Runs the merge kernel in Triton's interpreter and prints its errors against fp64 as JSON: a process of its own, since
-Triton reads TRITON_INTERPRET when a kernel is defined. Started by tests/unit/kernels/test_kernels.py."""
+"""Runs the kernels that merge attention, and those that dequantize stored weights, in Triton's interpreter and prints
+their errors as JSON: in a separate process, since Triton reads TRITON_INTERPRET when a kernel is defined. Started by
+tests/unit/kernels/test_kernels.py."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 import torch
 from torch import Tensor
 
+from rewriter.kernels import stored_weights, stored_weights_triton
 from rewriter.kernels.merge import merge_reference
 from rewriter.kernels.merge_triton import launch
 
@@ -41,7 +43,8 @@ def error(made: list[tuple[Tensor, Tensor]], out: Tensor) -> float:
     return max(rounding, float((lse.double() - sums).nan_to_num(0, neginf=0).abs().max()) / 100)
 
 
-def main() -> None:
+def merged() -> dict[str, float]:
+    """Errors against fp64, by case."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
     for name, dtype in DTYPES.items():
@@ -67,8 +70,51 @@ def main() -> None:
     guarded = torch.full((1, 1, 5, 12), 7.0)
     found["nothing beyond the end"] = error(parts((1, 1, 3, 12), 2, torch.float32), guarded[:, :, 1:4])
     found["nothing beyond the end"] += float((guarded[:, :, ::4] != 7).sum())
-    print(json.dumps(found))
+    return found
+
+
+CODES = torch.arange(256).to(torch.uint8)
+FP8 = [
+    ((37, 50), (16, 16)),
+    ((64, 256), (128, 128)),
+    ((40, 130), (1, 130)),
+    ((33, 64), (33, 64)),
+    ((3, 48, 40), (1, 16, 8)),
+]
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, in steps of the dtype; infinite where one is not a number and the other is."""
+    if not torch.equal(found.isnan(), expected.isnan()) or not torch.equal(found.isinf(), expected.isinf()):
+        return float("inf")
+    # the interpreter cuts bf16 off where a GPU rounds
+    step = 0.0 if found.dtype == torch.float32 else torch.finfo(found.dtype).eps
+    apart = (found.double() - expected.double()).abs() - step * expected.double().abs()
+    return float(apart.nan_to_num(0, 0, 0).clamp(min=0).max())
+
+
+def dequantized() -> dict[str, float]:
+    """Differences from plain PyTorch, by case."""
+    torch.manual_seed(0)
+    found: dict[str, float] = {}
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        every, one = CODES.view(16, 16).view(kind), torch.ones(1, 1)
+        made = stored_weights_triton.fp8(every, one, (16, 16), torch.float32)
+        found[f"every code of {kind}"] = difference(made, stored_weights.fp8(every, one, (16, 16)))
+    for name, dtype in DTYPES.items():
+        for shape, per in FP8:
+            codes = torch.randn(shape).to(torch.float8_e4m3fn)
+            grid = [-(-size // count) for size, count in zip(shape, per, strict=True)]
+            for scales in (torch.rand(grid) + 0.5, torch.randint(120, 134, grid).to(torch.uint8)):
+                made = stored_weights_triton.fp8(codes, scales, per, dtype)
+                expected = stored_weights.fp8(codes, scales, per).to(dtype)
+                found[f"{name} {shape} in blocks of {per}, scales {scales.dtype}"] = difference(made, expected)
+        blocks, scales = torch.randint(256, (2, 9, 5, 16)).to(torch.uint8), torch.randint(118, 134, (2, 9, 5))
+        exponents = scales.to(torch.uint8)
+        made = stored_weights_triton.mxfp4(blocks, exponents, dtype)
+        found[f"mxfp4 {name}"] = difference(made, stored_weights.mxfp4(blocks, exponents).to(dtype))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps({"merged": merged(), "dequantized": dequantized()}))
