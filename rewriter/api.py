@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rewriter.adapt.adaptation import AdaptReport
     from rewriter.convert.report import ConversionReport
     from rewriter.explain.bisect.finding import Bisection
-    from rewriter.explain.diff.compare import DiffReport
+    from rewriter.explain.diff.differences import DiffReport
     from rewriter.ir import Program
     from rewriter.output.manifest import Manifest
     from rewriter.predict.results import RecipeComparison

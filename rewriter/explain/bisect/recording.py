@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -49,9 +48,9 @@ class Record:
                 points["returned", path] = key
             elif not prefix and (number := marks(node).stream) is not None:
                 points["stream", str(number)] = key
-        last = next(iter(self.nodes.values()), None)
-        if last is not None and self.stopped is None:
-            points[LOGITS] = "", result_of(last.graph).name
+        if self.nodes and self.stopped is None:
+            output = next(n for n in next(iter(self.nodes.values())).graph.nodes if n.op == "output")
+            points[LOGITS] = "", args_of(output)[0].name
         return points
 
     def shown(self, nested: bool = False) -> Values:
@@ -64,54 +63,36 @@ def first_input(node: fx.Node) -> fx.Node:
     return next((a for a in node.args if isinstance(a, fx.Node)), node)
 
 
-def result_of(graph: fx.Graph) -> fx.Node:
-    """The node that computes the logits."""
-    result: fx.Node = args_of(next(n for n in graph.nodes if n.op == "output"))[0]
-    return result
-
-
 class _Recorder(Simulator):
     """A simulation that keeps values: those of the wiring and of called modules, with `inside` of all nodes."""
 
     def __init__(
-        self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None, inside: bool = False
+        self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None, inside: bool
     ) -> None:
         super().__init__(program, weights, host)
-        self.record, self.inside = Record(), inside
-        self.plan = sequence_plan(program)
+        self.record, self.inside, self.plan = Record(), inside, sequence_plan(program)
 
     def note(self, prefix: str, node: fx.Node, value: Shards) -> None:
         if not prefix:
             self.record.shards[node] = value
-        if prefix and not self.inside and node.op != "call_module":
-            return
-        whole = self.whole(value)
-        if whole is not None:
+        if (not prefix or self.inside or node.op == "call_module") and (whole := self.whole(value)) is not None:
             self.record.nodes[prefix, node.name], self.record.values[prefix, node.name] = node, whole
 
     def whole(self, value: Shards) -> Ranks | None:
         """A value of all tokens, by rank of "tp"; None where it is no tensor, or how it is sharded is not known."""
-        by_rank = [[_first(v) for v in ranks.values] for ranks in value]
-        if any(v is None for values in by_rank for v in values):
+        by_rank = [[v[0] if isinstance(v, (tuple, list)) and v else v for v in ranks.values] for ranks in value]
+        if not all(isinstance(v, torch.Tensor) for values in by_rank for v in values):
             return None
         if len(by_rank) == 1:
-            return tuple(by_rank[0])  # type: ignore[arg-type]
-        dim = {3: 1, 4: 2}.get(by_rank[0][0].ndim)  # type: ignore[union-attr]
+            return tuple(by_rank[0])
+        dim = {3: 1, 4: 2}.get(by_rank[0][0].ndim)
         if dim is None or self.plan is None:
             return None
-        count, plan = max(map(len, by_rank)), self.plan
-        parts = [[values[r if len(values) > 1 else 0] for values in by_rank] for r in range(count)]
+        parts = [[values[r % len(values)] for values in by_rank] for r in range(max(map(len, by_rank)))]
         try:
-            return tuple(join_tokens(p, dim, plan.layout, self.length) for p in parts)  # type: ignore[arg-type]
+            return tuple(join_tokens(p, dim, self.plan.layout, self.length) for p in parts)
         except (IndexError, RuntimeError):
             return None
-
-
-def _first(value: Any) -> torch.Tensor | None:
-    """The tensor, or the first of several that a module returns."""
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) else None
 
 
 @torch.no_grad()
