@@ -48,7 +48,7 @@ from rewriter.search.measurements import Measurements
 from rewriter.search.result import SearchResult, rise_of
 from rewriter.search.run import Asked, opened
 from rewriter.search.run import search as run
-from rewriter.show.search_tables import named, share
+from rewriter.show.search import named, share
 
 RANDOM = 200
 MINUTES = 30.0
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _print(found: SearchResult, others: list[Other]) -> None:
     from rich.console import Console
 
-    from rewriter.show.search_tables import SearchReport
+    from rewriter.show.search import SearchReport
 
     Console(highlight=False).print(SearchReport(found))
     standard = found.standard.seconds

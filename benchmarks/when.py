@@ -23,10 +23,9 @@ from backtest_points import traced
 
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import load_fabric
-from rewriter.predict.analytic import Candidate, Predictor
+from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.candidates import Candidates
-from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.workload import Workload
 from rewriter.recipes.apply import load_recipe
 

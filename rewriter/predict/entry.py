@@ -14,9 +14,8 @@ from rewriter.common.text_settings import context_length, declared_dtype, quanti
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype
-from rewriter.predict.analytic import Candidate, Predictor
+from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates, distinct
-from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.results import PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import Validation
 from rewriter.predict.workload import Cluster, Workload

@@ -24,9 +24,8 @@ from dataclasses import dataclass, field, replace
 
 from rewriter.fabric import Call, Delay, Links
 from rewriter.predict.kernel_cost import Kernel
-from rewriter.predict.kernel_time import measured_seconds, seconds
+from rewriter.predict.kernel_time import ALONE, Contention, Rates, measured_seconds, seconds
 from rewriter.predict.results import Phase, Span
-from rewriter.predict.roofline import ALONE, Contention, Rates
 from rewriter.predict.steps import Begin, Step, TimelineRun
 
 Delays = Callable[[Begin, Call], Delay]

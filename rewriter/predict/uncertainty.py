@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from rewriter.predict.kernel_cost import Kernel, Work
-from rewriter.predict.kernel_time import measured_seconds, seconds
-from rewriter.predict.roofline import Rates
+from rewriter.predict.kernel_time import Rates, measured_seconds, seconds
 
 COVERED = 0.8
 _DEVIATIONS = NormalDist().inv_cdf((1 + COVERED) / 2)

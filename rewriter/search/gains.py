@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
-from rewriter.predict.analytic import Predictor
+from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates
-from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.results import generation_seconds
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe

@@ -1,4 +1,4 @@
-"""Charts of pages: bars of speedups, latency against throughput, speed for loss. Colours are CSS classes of
+"""Charts of pages: bars of speedups, latency against throughput. Colours are CSS classes of
 `base.html.j2`, which follow the reader's light or dark page and stay apart for colour-blind readers (Okabe and Ito's
 palette, adapted to each ground)."""
 
@@ -11,8 +11,6 @@ from math import log
 from rewriter.common.numbers import digits, duration, times
 from rewriter.common.svg import log_ticks, number, path, rectangle, svg, text, ticks
 from rewriter.predict.results import PredictedPoint, Prediction
-from rewriter.search.result import SearchResult
-from rewriter.show.search_tables import axis_of, named, place, share
 
 WIDTH, HEIGHT, TOP, BOTTOM = 1000.0, 460.0, 16.0, 46.0
 NAME = 28  # letters of a recipe's name that fit before its bar
@@ -23,7 +21,6 @@ SHAPES = (
     "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "m-3.5-3.5h7v7h-7z", "m0-4.5l4.5 8h-9z", "m0-5l5 5-5 5-5-5z",
     "m0 4.5l4.5-8h-9z",
 )  # fmt: skip
-_CHOSEN = "m0-8l8 8-8 8-8-8z"
 
 
 def bars(predictions: Sequence[Prediction]) -> str:
@@ -57,7 +54,7 @@ def bars(predictions: Sequence[Prediction]) -> str:
 
 
 @dataclass(frozen=True)
-class _Plot:
+class Plot:
     """Places of values in a plot whose right margin is `right` wide. `across` and `up` are from 0 to 1."""
 
     right: float
@@ -96,7 +93,7 @@ def pareto(points_of: Mapping[str, Sequence[PredictedPoint]]) -> str:
         return ""
     xs, ys = [q.seconds_per_token for q in points], [q.tokens_per_second_per_gpu for q in points]
     (left, right), (low, high) = ((min(values) / 1.15, max(values) * 1.15) for values in (xs, ys))
-    plot = _Plot(230.0, lambda x: log(x / left) / log(right / left), lambda y: log(y / low) / log(high / low))
+    plot = Plot(230.0, lambda x: log(x / left) / log(right / left), lambda y: log(y / low) / log(high / low))
     parts = plot.axes(
         {value: _tick(duration(value)) for value in log_ticks(left, right)},
         {value: _tick(digits(value)) for value in log_ticks(low, high)},
@@ -146,28 +143,3 @@ def _tick(label: str) -> str:
     amount, _, unit = label.partition(" ")
     short = amount.rstrip("0").rstrip(".") if "." in amount else amount
     return f"{short} {unit}".strip()
-
-
-def speed_for_loss(result: SearchResult) -> str:
-    """Speedups over rises in loss. The rise is logarithmic; what is exact stands at the left edge."""
-    low, high = axis_of(result.points)
-    speeds = [p.speedup for p in result.points]
-    bottom, top = min(speeds), max(max(speeds), min(speeds) + 0.01)
-    plot = _Plot(24.0, lambda rise: place(rise, low, high), lambda speed: (speed - bottom) / (top - bottom))
-    parts = plot.axes(
-        {value: share(value) for value in log_ticks(low, high)},
-        {value: times(value) for value in ticks(bottom, top)},
-        "rise in loss (less is better); dashed: the budget",
-    )
-    if low <= result.budget <= high:
-        parts.append(plot.vertical(result.budget, "r1"))
-    line = sorted(result.front, key=lambda p: p.speed.seconds)
-    if len(line) > 1:
-        parts.append(path("M" + "L".join(plot.at(p.rise.relative, p.speedup) for p in line), "pl s1"))
-    for p in result.points:
-        chosen = p.mix == result.chosen.mix
-        shape, look = (_CHOSEN, "pp s2") if chosen else (SHAPES[0], "pp s1" if p.front else "pp s0 o")
-        said = f"{named(p.mix)}: {times(p.speedup)}, a rise of {share(p.rise.relative)}"
-        parts.append(path(f"M{plot.at(p.rise.relative, p.speedup)}{shape}", look, said))
-    said = "Predicted speedups over measured rises in loss; the table below has the points of the front."
-    return svg(WIDTH, HEIGHT, "Speed for loss", said, "", parts)

@@ -18,7 +18,7 @@ from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.predict.results import RecipeComparison, SkippedRecipe
 from rewriter.predict.validation import Row, Validation
-from rewriter.show.predict_page import predict_page as page
+from rewriter.show.predict import predict_page as page
 
 ROWS = (
     Row("tensor-parallel", "prefill", (0.0102, 0.0101, 0.0103), (0.0100, 0.0101, 0.0099)),

@@ -22,8 +22,8 @@ from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.explain.bisect.finding import Bisection, Fault, Step
 from rewriter.explain.bisect.locate import Stage, locate
+from rewriter.explain.bisect.recording import expected_values
 from rewriter.explain.bisect.values import LOGITS, Values, difference
-from rewriter.explain.bisect.watching import expected_values
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.ir.simulate import load_weights

@@ -18,9 +18,8 @@ from rewriter.common.numbers import digits, duration, percent
 from rewriter.common.svg import log_ticks, strokes, ticks
 from rewriter.predict.results import PredictedPoint, RecipeComparison, SkippedRecipe
 from rewriter.show.charts import bars, pareto
-from rewriter.show.predict_page import headline
-from rewriter.show.predict_page import predict_page as page
-from rewriter.show.predict_tables import ComparisonReport
+from rewriter.show.predict import ComparisonReport, headline
+from rewriter.show.predict import predict_page as page
 from rewriter.show.timeline import scale, timeline, window
 
 

@@ -17,8 +17,8 @@ from rewriter.cli import main
 from rewriter.cli.search import parse_share
 from rewriter.common.errors import RewriterError
 from rewriter.recipes import Recipe
-from rewriter.show.search_page import search_page as page
-from rewriter.show.search_tables import SearchReport, place, plot
+from rewriter.show.search import SearchReport, place, plot
+from rewriter.show.search import search_page as page
 
 
 class Api(ModuleType):

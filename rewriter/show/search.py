@@ -1,4 +1,4 @@
-"""The result of a search for the terminal: the front as a table and a plot, the chosen mix layer by layer."""
+"""The result of a search: on the terminal the front as a table and a plot, with --html a page."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import duration, times
+from rewriter.common.svg import log_ticks, path, svg, ticks
 from rewriter.common.tables import plain_table
 from rewriter.passes.selection import spans
 from rewriter.search.choices import DOES, Mix
-from rewriter.search.result import Point, Rise, SearchResult
+from rewriter.search.result import Point, Rise, SearchResult, Single
+from rewriter.show.charts import HEIGHT, SHAPES, WIDTH, Plot
+from rewriter.show.page import render
 
 COLUMNS = ("per token", "speedup", "rise in loss", "KL", "estimated", "held out")
 NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix beside all of them
@@ -24,6 +27,7 @@ LEGEND = (
     "per token; estimated before it was measured. Held out: the rise on text that nothing was chosen by."
 )
 NARROW_LEGEND = "Rise: of the loss on the calibration text, as a share of it, ± its standard error."
+CHOSEN = "m0-8l8 8-8 8-8-8z"
 _HEIGHT, _NARROWEST, _WIDEST = 14, 40, 76
 _ROOM = 120  # characters of a line that all columns need
 
@@ -174,3 +178,58 @@ def place(rise: float, low: float, high: float) -> float:
     if rise < low:
         return 0.0
     return 0.06 + 0.94 * math.log(rise / low) / math.log(high / low)
+
+
+# --- the page ---
+
+
+def search_page(result: SearchResult, command: str = "") -> str:
+    """The file's text. `command`: what made it."""
+    rewrites = [name for name in DOES if any(s.rewrite == name for s in result.singles)]
+    chosen = result.chosen.mix
+    points = [(named(p.mix) + (" ◆" if p.mix == chosen else ""), cells(p).values()) for p in result.front]
+    return render(
+        "search.html.j2", title=f"{model_name(result)}: the recipe that fits {result.fabric}", result=result,
+        setting=setting(result), headline=headline(result), layers=layers_of(chosen),
+        front=speed_for_loss(result), legend=LEGEND, columns=COLUMNS, points=points, rewrites=rewrites,
+        singles=_singles(result.singles, rewrites), does=DOES, notes=notes(result), command=command,
+    )  # fmt: skip
+
+
+def _singles(singles: Sequence[Single], rewrites: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """By layer what each rewrite costs alone, in thousandths of a nat per token, and last what it gains at most."""
+    costs = {(s.layer, s.rewrite): f"{1e3 * s.cost:.2f}" for s in singles}
+    rows = [
+        (f"{layer}", [costs.get((layer, name), "") for name in rewrites])
+        for layer in sorted({s.layer for s in singles})
+    ]
+    gains = []
+    for name in rewrites:
+        most = max((s.gain for s in singles if s.rewrite == name and s.gain is not None), default=None)
+        gains.append("–" if most is None else duration(most) if most > 0 else "none")
+    return [*rows, ("gain", gains)]
+
+
+def speed_for_loss(result: SearchResult) -> str:
+    """Speedups over rises in loss. The rise is logarithmic; what is exact stands at the left edge."""
+    low, high = axis_of(result.points)
+    speeds = [p.speedup for p in result.points]
+    bottom, top = min(speeds), max(max(speeds), min(speeds) + 0.01)
+    plot = Plot(24.0, lambda rise: place(rise, low, high), lambda speed: (speed - bottom) / (top - bottom))
+    parts = plot.axes(
+        {value: share(value) for value in log_ticks(low, high)},
+        {value: times(value) for value in ticks(bottom, top)},
+        "rise in loss (less is better); dashed: the budget",
+    )
+    if low <= result.budget <= high:
+        parts.append(plot.vertical(result.budget, "r1"))
+    line = sorted(result.front, key=lambda p: p.speed.seconds)
+    if len(line) > 1:
+        parts.append(path("M" + "L".join(plot.at(p.rise.relative, p.speedup) for p in line), "pl s1"))
+    for p in result.points:
+        chosen = p.mix == result.chosen.mix
+        shape, look = (CHOSEN, "pp s2") if chosen else (SHAPES[0], "pp s1" if p.front else "pp s0 o")
+        said = f"{named(p.mix)}: {times(p.speedup)}, a rise of {share(p.rise.relative)}"
+        parts.append(path(f"M{plot.at(p.rise.relative, p.speedup)}{shape}", look, said))
+    said = "Predicted speedups over measured rises in loss; the table below has the points of the front."
+    return svg(WIDTH, HEIGHT, "Speed for loss", said, "", parts)

@@ -1,4 +1,4 @@
-"""A comparison as tables for the terminal; on a narrow one as a list per recipe."""
+"""A comparison of recipes: on the terminal tables, or where it is narrow a list per recipe; with --html a page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
@@ -16,11 +17,17 @@ from rich.text import Text
 from rewriter.common.numbers import digits, duration, percent, size, times
 from rewriter.common.tables import plain_table
 from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
+from rewriter.predict.validation import COLUMNS as VALIDATED
+from rewriter.predict.validation import Validation
+from rewriter.show.charts import bars, pareto
+from rewriter.show.page import render
+from rewriter.show.timeline import label_of, named, scale, shown, timeline
 
 COLUMNS = ("prefill", "per token", "80 %", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
 DROPPED = ("80 %", "memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
+SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
 LEGEND = (
     "Per token: one decode step (TPOT); 80 %: how far off it may be in 4 of 5 cases. Exposed: of it, waiting for "
     "communication. Tokens/s: of a whole generation, prefill included. Break-even: an all-reduce must take longer than "
@@ -133,8 +140,8 @@ def _fitting(
     for count in range(len(dropped) + 1):
         kept = [column for column in columns if column not in dropped[:count]]
         table = _table(title, kept)
-        for name, shown, style in rows:
-            table.add_row(name, *(escape(shown[column]) for column in kept), style=style)
+        for name, known, style in rows:
+            table.add_row(name, *(escape(known[column]) for column in kept), style=style)
         if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
             return table
     return None
@@ -194,3 +201,73 @@ def notes(found: RecipeComparison) -> list[str]:
         for note, recipes in by_note.items()
     ]
     return said + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in found.skipped]
+
+
+# --- the page ---
+
+
+def predict_page(
+    found: RecipeComparison,
+    command: str = "",
+    figures: Sequence[tuple[str, str, str]] = (),
+    validation: Validation | None = None,
+) -> str:
+    """The file's text. `command`: what made it; `figures`: the fabric's, each with its value and its source;
+    `validation`: what was measured as well."""
+    predictions = found.predictions
+    points = [
+        (recipe, [degree(q), f"{q.batch:,}", duration(q.seconds_per_token), digits(q.tokens_per_second_per_gpu),
+                  "best" if q.front else "" if q.fits else "does not fit"])
+        for recipe, line in found.pareto.items()
+        for q in sorted(line, key=lambda q: (not q.front, q.ranks, q.batch))
+    ]  # fmt: skip
+    mark, _, why = MODELLED.partition(":")
+    passes = [
+        _pass("One decode step", [(p, p.decode) for p in predictions]),
+        _pass("Prefill", [(p, p.prefill) for p in predictions]),
+    ]
+    return render(
+        "predict.html.j2", title=f"{model_name(found)}: what recipes gain on {found.fabric}", found=found,
+        setting=setting(found), modelled=(mark, why), headline=headline(predictions), bars=bars(predictions),
+        first=predictions[0].recipe if predictions else "", columns=COLUMNS, legend=LEGEND,
+        speeds=[(p.recipe, cells(p).values()) for p in predictions], passes=passes if predictions else (),
+        points=points, pareto=pareto(found.pareto), validation=validation, validated=VALIDATED,
+        notes=notes(found), command=command, figures=[(what, cells) for what, *cells in figures],
+    )  # fmt: skip
+
+
+def headline(predictions: Sequence[Prediction]) -> str:
+    """The result in a sentence."""
+    if not predictions:
+        return "No recipe could be predicted."
+    first, others = predictions[0], [p for p in predictions[1:] if p.kind != "timing only" and p.fits]
+    share = percent(first.exposed_communication_seconds_per_token, first.seconds_per_token)
+    waits = f"With {first.recipe}, a rank waits for communication during {share} of a decode step."
+    if not others:
+        return waits
+    best = max(others, key=lambda p: round(p.speedup, 2))  # of equals, the first named
+    if best.speedup <= 1:
+        return f"{waits} None of the other recipes is faster."
+    return f"{waits} {best.recipe} gives {times(best.speedup)} its tokens per second: {digits(best.tokens_per_second)}."
+
+
+def _pass(title: str, phases: Sequence[tuple[Prediction, Phase]]) -> dict[str, Any]:
+    """The timelines of one kind of pass, their enlarged spans as a table for who cannot see them, and the figures."""
+    drawn = [(p.recipe, phase) for p, phase in phases if phase.spans]  # measured passes have none
+    drawings, enlarged = [], ""
+    if drawn:
+        common = scale([phase for _, phase in drawn])
+        enlarged = named(common.layers) if common.layers else ""
+        for recipe, phase in drawn:
+            spans = [
+                ("waits" if s.lane == "compute" and s.exposed else label_of(s), s.start, s.seconds)
+                for s in (shown(phase, common) if common.layers else ())
+            ]
+            drawing = timeline(f"{recipe}, {title[:1].lower()}{title[1:]}", phase, common)
+            drawings.append((recipe, phase.seconds, drawing, spans))
+    rows = []
+    for p, phase in phases:
+        spent = [phase.seconds, *parts(phase).values(), phase.communication_seconds]
+        share = percent(phase.exposed_seconds, phase.seconds)
+        rows.append((p.recipe, [*map(duration, spent), share, f"{phase.collectives:,}", f"{phase.kernels:,}"]))
+    return {"title": title, "enlarged": enlarged, "drawings": drawings, "columns": SPENT, "rows": rows}
