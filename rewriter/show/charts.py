@@ -1,4 +1,4 @@
-"""Charts of pages: bars of speedups, latency against throughput. Colours are CSS classes of
+"""Plots of pages: latency against throughput, by recipe. Colours are CSS classes of
 `base.html.j2`, which follow the reader's light or dark page and stay apart for colour-blind readers (Okabe and Ito's
 palette, adapted to each ground)."""
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
-from rewriter.common.numbers import digits, duration, times
-from rewriter.common.svg import log_ticks, number, path, rectangle, svg, text, ticks
-from rewriter.predict.results import PredictedPoint, Prediction
+from rewriter.common.numbers import digits, duration
+from rewriter.common.svg import log_ticks, number, path, svg, text
+from rewriter.predict.results import PredictedPoint
 
 WIDTH, HEIGHT, TOP, BOTTOM = 1000.0, 460.0, 16.0, 46.0
-NAME = 28  # letters of a recipe's name that fit before its bar
 LEGEND = 17.0  # height of a line
 SERIES = 8  # colours --s0 to --s7
 # Outlines around a point, by number of ranks in rising order: circle, square, triangle, diamond, triangle down.
@@ -21,36 +20,6 @@ SHAPES = (
     "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "m-3.5-3.5h7v7h-7z", "m0-4.5l4.5 8h-9z", "m0-5l5 5-5 5-5-5z",
     "m0 4.5l4.5-8h-9z",
 )  # fmt: skip
-
-
-def bars(predictions: Sequence[Prediction]) -> str:
-    """Tokens per second of each recipe in multiples of the first's, as bars from zero; empty without any."""
-    if not predictions:
-        return ""
-    left, row, bar = 200.0, 28.0, 18.0
-    most = max(1.0, *(p.speedup for p in predictions)) * 1.02
-    across = (WIDTH - left - 260) / most
-    bottom = 8 + row * len(predictions)
-    parts = []
-    for value in ticks(0, most):
-        x = left + value * across
-        parts += [path(f"M{number(x)} 4V{number(bottom)}", "g"), text(x, bottom + 14, f"{value:g}×", "m c")]
-    for index, p in enumerate(predictions):
-        y = 8 + row * index
-        name = p.recipe if len(p.recipe) <= NAME else f"…{p.recipe[1 - NAME :]}"
-        speed = f"{digits(p.tokens_per_second)} tokens"
-        look = "bn" if not p.fits else "b0" if index == 0 else "bt" if p.kind == "timing only" else "b1"
-        remark = " · does not fit" if not p.fits else " · timing only" if p.kind == "timing only" else ""
-        x, width = left + p.speedup * across + 8, max(p.speedup * across, 1)
-        parts += [
-            text(left - 10, y + bar - 4, name, "e"),
-            rectangle(left, y, width, bar, look, f"{p.recipe}: {times(p.speedup)}, {speed} per second"),
-            text(x, y + bar - 4, times(p.speedup), "b"),
-            text(x + 46, y + bar - 4, f"{speed}/s{remark}", "m"),
-        ]
-    parts.append(path(f"M{number(left + across)} 4V{number(bottom)}", "r1"))
-    said = ", ".join(f"{p.recipe} {times(p.speedup)}" for p in predictions)
-    return svg(WIDTH, bottom + 22, f"Tokens per second against {predictions[0].recipe}", said, "", parts)
 
 
 @dataclass(frozen=True)

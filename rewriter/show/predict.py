@@ -19,7 +19,7 @@ from rewriter.common.tables import plain_table
 from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import COLUMNS as VALIDATED
 from rewriter.predict.validation import Validation
-from rewriter.show.charts import bars, pareto
+from rewriter.show.charts import pareto
 from rewriter.show.page import render
 from rewriter.show.timeline import label_of, named, scale, shown, timeline
 
@@ -228,8 +228,8 @@ def predict_page(
     ]
     return render(
         "predict.html.j2", title=f"{model_name(found)}: what recipes gain on {found.fabric}", found=found,
-        setting=setting(found), modelled=(mark, why), headline=headline(predictions), bars=bars(predictions),
-        first=predictions[0].recipe if predictions else "", columns=COLUMNS, legend=LEGEND,
+        setting=setting(found), modelled=(mark, why), headline=headline(predictions),
+        columns=COLUMNS, legend=LEGEND,
         speeds=[(p.recipe, cells(p).values()) for p in predictions], passes=passes if predictions else (),
         points=points, pareto=pareto(found.pareto), validation=validation, validated=VALIDATED,
         notes=notes(found), command=command, figures=[(what, cells) for what, *cells in figures],

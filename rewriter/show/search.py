@@ -1,4 +1,4 @@
-"""The result of a search: on the terminal the front as a table and a plot, with --html a page."""
+"""The result of a search: on the terminal the front as a table, with --html a page with its plot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ LEGEND = (
 )
 NARROW_LEGEND = "Rise: of the loss on the calibration text, as a share of it, ± its standard error."
 CHOSEN = "m0-8l8 8-8 8-8-8z"
-_HEIGHT, _NARROWEST, _WIDEST = 14, 40, 76
 _ROOM = 120  # characters of a line that all columns need
 
 
@@ -47,8 +46,6 @@ class SearchReport:
         wide = options.max_width >= _ROOM
         yield _table(result, COLUMNS if wide else NARROW)
         yield Text(LEGEND if wide else NARROW_LEGEND, style="dim")
-        yield Text()
-        yield Text(plot(result.points, result.chosen, min(max(options.max_width - 12, _NARROWEST), _WIDEST)))
         yield Text()
         yield Text.assemble("chosen: ", (headline(result), "bold"))
         for line in layers_of(result.chosen.mix):
@@ -138,33 +135,7 @@ def _table(result: SearchResult, columns: Sequence[str]) -> Table:
     return table
 
 
-# --- the plot ---
-
-
-def plot(points: Sequence[Point], chosen: Point, width: int, height: int = _HEIGHT) -> str:
-    """Speedups over rises in loss, as characters. The rise is logarithmic; what is exact stands at the left edge.
-
-    `●`: the front; `·`: other mixes; `◆`: the chosen one.
-    """
-    low, high = axis_of(points)
-    speeds = [p.speedup for p in points]
-    bottom, top = min(speeds), max(max(speeds), min(speeds) + 1e-6)
-    rows = [[" "] * width for _ in range(height)]
-    for point in sorted(points, key=lambda p: (p.mix == chosen.mix, p.front)):
-        x = round(place(point.rise.relative, low, high) * (width - 1))
-        y = round((point.speedup - bottom) / (top - bottom) * (height - 1))
-        rows[height - 1 - y][x] = "◆" if point.mix == chosen.mix else "●" if point.front else "·"
-    labels = {0: times(top), height - 1: times(bottom)}
-    lines = [f"{labels.get(n, ''):>7} │{''.join(row).rstrip()}" for n, row in enumerate(rows)]
-    axis = [" "] * (width + 8)
-    for value in (low, math.sqrt(low * high), high):
-        words = share(value)
-        at = min(round(place(value, low, high) * (width - 1)), width + 7 - len(words))
-        axis[at : at + len(words)] = words
-    lines.append(f"{'':>7} └{'─' * width}")
-    lines.append(f"{'':>8}{''.join(axis).rstrip()}")
-    lines.append(f"{'':>8} rise in loss  ● front  · other mixes  ◆ chosen")
-    return "\n".join(lines)
+# --- the page ---
 
 
 def axis_of(points: Sequence[Point]) -> tuple[float, float]:
@@ -178,9 +149,6 @@ def place(rise: float, low: float, high: float) -> float:
     if rise < low:
         return 0.0
     return 0.06 + 0.94 * math.log(rise / low) / math.log(high / low)
-
-
-# --- the page ---
 
 
 def search_page(result: SearchResult, command: str = "") -> str:
