@@ -88,7 +88,7 @@ class Predictor:
 
         Raises RewriterError where the first cannot be simulated; others that cannot are in the result's `skipped`.
         """
-        found: list[Prediction] = []
+        predictions: list[Prediction] = []
         compared: list[BreakEven] = []
         lacking: list[SkippedRecipe] = []
         changed: _Simulated | None = None
@@ -96,11 +96,11 @@ class Predictor:
             try:
                 simulated = self._with_changes(candidate.program, self.simulate(candidate.program))
             except RewriterError as error:  # the fabric has no answer for what it communicates
-                if not found:
+                if not predictions:
                     raise
                 lacking.append(SkippedRecipe(candidate.recipe, str(error)))
                 continue
-            found.append(self._prediction(candidate, simulated, compared, found, changed))
+            predictions.append(self._prediction(candidate, simulated, compared, predictions, changed))
             if not compared:
                 changed = simulated
                 durations = self._durations(candidate.program).without_skew()
@@ -111,7 +111,7 @@ class Predictor:
             fabric_summary=self.fabric.summary,
             device=self.fabric.device.name,
             modelled=self.fabric.modelled,
-            predictions=tuple(found),
+            predictions=tuple(predictions),
             pareto={},
             what_if=self.what_if,
             skipped=(*skipped, *lacking),
@@ -134,7 +134,7 @@ class Predictor:
             ran = [kernel for step in done.steps[1] if isinstance(step, TimelineRun) for kernel in step.kernels]
             listed = uncertainty.changes(usual.rates, ran, self.fabric.modelled)
             self.changes[id(usual)] = [(change, KernelDurations(change.rates)) for change in listed]
-        found: list[tuple[float, float]] = []
+        seconds: list[tuple[float, float]] = []
         for change, durations in self.changes[id(usual)]:
 
             def delays(begin: Begin, call: Call, times: float = change.collectives) -> Delay:
@@ -142,11 +142,11 @@ class Predictor:
                 return delay if times == 1.0 else delay.lasting(delay.seconds * times)
 
             first, later = (Timeline(durations, delays, record=False).run(listed) for listed in done.steps)
-            found.append((first, later))
+            seconds.append((first, later))
         if self.workload.served:
             times = math.exp(uncertainty.SERVER)
-            found.append((done.prefill.seconds * times, done.decode.seconds * times))
-        return replace(done, changed=tuple(found))
+            seconds.append((done.prefill.seconds * times, done.decode.seconds * times))
+        return replace(done, changed=tuple(seconds))
 
     def point(self, program: Program, batch: int) -> PredictedPoint:
         """One choice of ranks (the program's) and batch."""
@@ -241,7 +241,7 @@ class Predictor:
         return interval(speedup, [whole(*theirs) / whole(*ours) for theirs, ours in pairs])
 
     def _said(self, program: Program, done: _Simulated) -> tuple[str, ...]:
-        """What must be known of how its collectives' times were found."""
+        """Notes on where the times of its kernels and collectives are from."""
         durations = self._durations(program)
         whole, known = done.decode.compute_seconds, done.decode.measured_seconds
         table = durations.rates.table
@@ -251,8 +251,8 @@ class Predictor:
             share = min(1.0, known / whole) if whole else 0.0
             said = f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
         calls = [p for made in done.steps for s in made if isinstance(s, Begin) for p in s.parts if isinstance(p, Call)]
-        found = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
-        return (said, *found)
+        notes = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
+        return (said, *notes)
 
     def _held(self, program: Program, batch: int) -> int:
         load = self.workload
@@ -273,14 +273,14 @@ class Predictor:
 
     def _delay(self, begin: Begin, call: Call) -> Delay:
         if call not in self.known:
-            found = self.model.delay(call)
-            if not 0.0 <= found.seconds < math.inf or not 0.0 <= found.transfer < math.inf:
+            delay = self.model.delay(call)
+            if not 0.0 <= delay.seconds < math.inf or not 0.0 <= delay.transfer < math.inf:
                 raise RewriterError(
                     f"{self.fabric.name}: {call.kind} of {call.nbytes} bytes among {call.size} ranks takes "
-                    f"{found.seconds:g} s, of which {found.transfer:g} s are its transfer; expected finite durations, "
+                    f"{delay.seconds:g} s, of which {delay.transfer:g} s are its transfer; expected finite durations, "
                     "0 or more. Correct the fabric's model, or --what-if"
                 )
-            self.known[call] = found
+            self.known[call] = delay
         return self.known[call]
 
     def _nodes(self, program: Program) -> int:
@@ -334,8 +334,8 @@ def bytes_per_rank(
 
 
 def _bytes_per_pair(program: Program, plain: bool) -> int:
-    """Of a query and a key, in the layer that holds most: with a softcap or sinks, or where all are `plain`, scores are
-    written in the model's dtype, and their softmax in fp32 and again in the model's (`runtime.attention.cached`)."""
+    """Bytes per query and key, in the layer that holds most: with a softcap or sinks, or where all are `plain`, scores are
+    in the model's dtype, and their softmax in fp32 and again in the model's (`runtime.attention.cached`)."""
     heads = [
         int(marks(node).local_q_heads or args_of(node)[0].meta["val"].shape[1])
         for _, node in attentions(program)

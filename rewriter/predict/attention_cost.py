@@ -1,4 +1,4 @@
-"""What attention does as `rewriter.runtime` runs it: its kernels, and what ranks that share tokens send each other."""
+"""Attention as `rewriter.runtime` runs it: its kernels, and the messages of ranks that share tokens."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def attention_items(
         return [*cache, *_over_ranks(shape, plan, given.tokens, ranks[1])]
     tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
     if options.get("bias") is None and mask.unbounded(tokens):
-        found = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read, given)
-        return _together([*cache, *found], given.fused)
+        kernels = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read, given)
+        return _together([*cache, *kernels], given.fused)
     # a kernel that is given a mask computes what it hides, too
     every = float(tokens * tokens)
     masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
-    found = _kernels(shape, every, tokens, tokens, options, read + every, given)
-    return [*_together([*cache, *found], given.fused), *masks]
+    kernels = _kernels(shape, every, tokens, tokens, options, read + every, given)
+    return [*_together([*cache, *kernels], given.fused), *masks]
 
 
 def _together(kernels: list[Kernel], fused: bool) -> list[Item]:
@@ -132,8 +132,8 @@ def _after_prompt(
     read += shape.batch * queries * shape.q_heads * shape.head_dim * size
     small = float(shape.batch * keys)
     masks = [Kernel("mask", "glue", small) for _ in range(1 if given.fused else _MASK_KERNELS)]
-    found = _kernels(shape, float(queries * keys), queries, keys, options, read, given)
-    items = _together([*cache, *masks, *found], given.fused)
+    kernels = _kernels(shape, float(queries * keys), queries, keys, options, read, given)
+    items = _together([*cache, *masks, *kernels], given.fused)
     if across > 1:
         rows = shape.batch * shape.q_heads * queries
         nbytes = rows * (shape.value_dim * size + shape.accumulation_bytes) * across

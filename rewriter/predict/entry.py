@@ -51,13 +51,13 @@ def compare(
     loaded = distinct([load_recipe(recipe, set) for recipe in recipes])
     name, program = _traced(model, trust_remote_code)
     candidates = Candidates(program, workload.sp)
-    found, skipped = candidates.of(loaded, workload.tp)
-    said, asked = about_model(program, workload.prompt + workload.generate), len(found)
+    asked_for, skipped = candidates.of(loaded, workload.tp)
+    said, asked = about_model(program, workload.prompt + workload.generate), len(asked_for)
     if baselines:
-        found += _baselines(candidates, workload.tp, {recipe.name for recipe in loaded})
-    done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in found], skipped)
+        asked_for += _baselines(candidates, workload.tp, {recipe.name for recipe in loaded})
+    done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in asked_for], skipped)
     if baselines:
-        names = {c.recipe for c in found[:asked]}
+        names = {c.recipe for c in asked_for[:asked]}
         others = [p for p in done.predictions if p.recipe not in names]
         others += [p for p in [_replicas(predictor, candidates, done.predictions[0])] if p is not None]
         kept = tuple(p for p in done.predictions if p.recipe in names)
@@ -71,14 +71,14 @@ def compare(
 
 def _baselines(candidates: Candidates, tp: int, named: Collection[str]) -> list[Candidate]:
     """Those of BASELINES that are not `named` and can be applied."""
-    found: list[Candidate] = []
+    baselines: list[Candidate] = []
     for name in BASELINES:
         if name not in named:
             try:
-                found.append(candidates.one(load_recipe(name), tp))
+                baselines.append(candidates.one(load_recipe(name), tp))
             except RewriterError:  # a model that has no such blocks
                 continue
-    return found
+    return baselines
 
 
 def _replicas(predictor: Predictor, candidates: Candidates, first: Prediction) -> Prediction | None:
@@ -97,19 +97,19 @@ def _replicas(predictor: Predictor, candidates: Candidates, first: Prediction) -
             continue
         used = -(-load.batch // each)
         alone = replace(predictor, workload=replace(load, batch=each, tp=degree, nodes=None), nodes=None)
-        (found,) = alone.compare("", [Candidate(f"replicas of {degree}", program)]).predictions
-        rate = load.batch * load.generate / found.generation_seconds
+        (replica,) = alone.compare("", [Candidate(f"replicas of {degree}", program)]).predictions
+        rate = load.batch * load.generate / replica.generation_seconds
         said = f"{used} of {load.tp // degree} replicas on {degree} ranks each serve {each} of {load.batch} sequences"
         return replace(
-            found, batch=load.batch, tokens_per_second=rate, speedup=rate / first.tokens_per_second,
+            replica, batch=load.batch, tokens_per_second=rate, speedup=rate / first.tokens_per_second,
             break_even_note="other ranks", break_even_prefill_note="other ranks", speedup_interval=None,
-            notes=(*found.notes, said),
+            notes=(*replica.notes, said),
         )  # fmt: skip
     return None
 
 
 def about_model(program: Program, length: int) -> tuple[str, ...]:
-    """What its config leaves open, or asks for and is not simulated, in words. `length`: tokens of a whole sequence."""
+    """Notes on what its config leaves open, or asks for and is not simulated. `length`: tokens of a whole sequence."""
     config, said = program.source.config, []
     if declared_dtype(config) is None:
         said.append("The config names no dtype: float32 is assumed for weights, cache and messages.")
@@ -165,8 +165,8 @@ def measure(
     predicted = compare(program, recipes, workload, cluster, trust_remote_code=trust_remote_code)
     from rewriter.predict import measurement  # starts what only real ranks need
 
-    found = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster, wire)
-    return replace(found, model=os.fspath(model))
+    measured = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster, wire)
+    return replace(measured, model=os.fspath(model))
 
 
 def validate(
@@ -189,5 +189,5 @@ def traced(model: _Path, trust_remote_code: bool) -> Program:
 
 def _programs(program: Program, recipes: Sequence[str], workload: Workload) -> list[tuple[str, Program]]:
     loaded = distinct([load_recipe(recipe) for recipe in recipes])
-    found, _ = Candidates(program, workload.sp).of(loaded, workload.tp)
-    return [(candidate.recipe, candidate.program) for candidate in found]
+    programs, _ = Candidates(program, workload.sp).of(loaded, workload.tp)
+    return [(candidate.recipe, candidate.program) for candidate in programs]

@@ -134,10 +134,10 @@ class _ForwardRun:
             return _anew(value), items
         run = ModuleRun(self.given, self.dtype, self.mesh)
         value = run.operation(node, env)
-        found = tuple(as_launched(run.operations))
-        if isinstance(value, torch.Tensor) and found:
-            self.runner.known[known] = (value, found, None)
-        return value, found
+        launched = tuple(as_launched(run.operations))
+        if isinstance(value, torch.Tensor) and launched:
+            self.runner.known[known] = (value, launched, None)
+        return value, launched
 
     def _remembered(self, node: fx.Node, inputs: Sequence[Any]) -> tuple[Any, tuple[Item, ...]]:
         module = self.program.modules[str(node.target)]

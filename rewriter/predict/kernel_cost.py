@@ -1,4 +1,4 @@
-"""What a kernel does: its arithmetic and the bytes that it moves. Kernels of a module call, fused or as they stand."""
+"""Kernels of a module call, fused or as they stand: their arithmetic and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -
         groups[group].append(op)
         for storage in op.writes:
             depth[storage], group_of[storage] = level, group
-    found: list[Item] = []
+    items: list[Item] = []
     for entry in order:
         if isinstance(entry, CostedOperation):
-            found += entry.items
+            items += entry.items
         elif groups[entry]:
-            found.append(_together(groups[entry], readers, results))
-    return found
+            items.append(_together(groups[entry], readers, results))
+    return items
 
 
 def _together(

@@ -23,7 +23,7 @@ _TILE, _SMALLEST_TILE, _SPLIT_DEPTH = 128, 16, 512
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device sustains, not what its vendor promises.
+    """Rates that a device sustains, not those that its vendor promises.
 
     `product_flops`, `attention_flops`: FLOP per second of large matrix products and of fused attention.
     `bandwidth`: bytes per second of device memory, as a copy or a long product reaches it. `sms`: streaming
@@ -47,7 +47,7 @@ class Rates:
 
 
 def rates_of(device: Device, dtype: str, graphed: bool, overlap: Overlap = NONE) -> Rates:
-    """What `device` sustains in a dtype. Raises RewriterError where the fabric does not say what predictions need."""
+    """The rates of `device` in a dtype. Raises RewriterError where the fabric does not say what predictions need."""
     if not device.peak or device.bandwidth <= 0.0:
         raise RewriterError(
             f"{device.name}: its fabric says nothing of its arithmetic and memory, so nothing can be predicted on it. "
@@ -75,8 +75,8 @@ def rates_of(device: Device, dtype: str, graphed: bool, overlap: Overlap = NONE)
 
 @dataclass(frozen=True)
 class Contention:
-    """What something else takes from the device meanwhile: `blocks` SMs, `bandwidth` bytes per second of memory, and of
-    a CPU the time of `cores` cores."""
+    """Share of the device that something else takes meanwhile: `blocks` SMs, `bandwidth` bytes per second of memory,
+    of a CPU the time of `cores` cores."""
 
     blocks: int = 0
     bandwidth: float = 0.0
@@ -131,7 +131,7 @@ def _of_table(kernel: Kernel, rates: Rates) -> float | None:
 
 
 def measured_seconds(kernel: Kernel, rates: Rates) -> float:
-    """Of its time alone, the part that is measured."""
+    """The part of its time alone that is measured."""
     known = measured(kernel, rates)
     return sum(measured_seconds(part, rates) for part in kernel.parts) if known is None else known
 

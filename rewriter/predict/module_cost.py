@@ -43,7 +43,7 @@ class ModuleRun:
         self.alive: list[Any] = []  # keeps storages, by which values are known, from being used again
 
     def items(self, value: Any) -> tuple[Item, ...]:
-        """What has run, as kernels; `value` is what comes out."""
+        """Kernels of what has run; `value` is what comes out."""
         if not self.given.fused:
             return tuple(as_launched(self.operations))
         return tuple(fused(self.operations, frozenset(_storage(t) for t in _tensors(value))))
@@ -210,7 +210,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def active_experts(experts: int, chosen: int, tokens: int) -> float:
-    """How many of `experts` are chosen by at least one of `tokens` that choose `chosen` each, uniformly at random.
+    """Number of `experts` that are chosen by at least one of `tokens` that choose `chosen` each, uniformly at random.
 
     X · (1 − (1 − k / X)ⁿ); a trained router is not uniform, and fewer are then chosen.
     """

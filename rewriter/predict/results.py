@@ -1,4 +1,4 @@
-"""What a prediction says, in seconds, bytes and tokens per second. Every number is of one rank of one model replica.
+"""Figures of a prediction, in seconds, bytes and tokens per second. Every number is of one rank of one model replica.
 
 A phase is one forward pass, in which `seconds` = `compute_seconds` + `exposed_seconds` + `host_seconds`: the compute
 stream works, waits for communication, or waits for the host to launch its next kernel.
@@ -128,12 +128,12 @@ class Prediction:
 
     @property
     def exposed_communication_seconds_per_token(self) -> float:
-        """Of `seconds_per_token`, those in which the compute stream stands idle because of communication."""
+        """The part of `seconds_per_token` in which the compute stream stands idle because of communication."""
         return self.decode.exposed_seconds
 
     @property
     def generation_seconds(self) -> float:
-        """From the prompt to the last token of every sequence: prefill + (generate - 1) · decode."""
+        """Seconds from the prompt to the last token of every sequence: prefill + (generate - 1) · decode."""
         return generation_seconds(self.prefill, self.decode, self.generate)
 
 
@@ -191,7 +191,7 @@ class RecipeComparison:
 def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
     asked for, "pareto" lists the recipe's, as in `PredictedPoint`. Baselines follow, marked by "baseline"."""
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for p in (*comparison.predictions, *comparison.baselines):
         known = {field.name: getattr(p, field.name) for field in fields(p)}
         known |= {key: getattr(p, key) for key in ("seconds_per_token", "exposed_communication_seconds_per_token")}
@@ -199,13 +199,13 @@ def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
         seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
         phases: dict[str, Any] = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
         phases["baseline"] = p in comparison.baselines
-        found.append(known | asked | seconds | phases)
+        objects.append(known | asked | seconds | phases)
         if p.recipe in comparison.pareto:
-            found[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
-    return found
+            objects[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
+    return objects
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
-    found = asdict(replace(phase, spans=()))
-    del found["spans"]
-    return found | {"exposed_by_layer": {str(layer): seconds for layer, seconds in phase.exposed_by_layer.items()}}
+    values = asdict(replace(phase, spans=()))
+    del values["spans"]
+    return values | {"exposed_by_layer": {str(layer): seconds for layer, seconds in phase.exposed_by_layer.items()}}

@@ -54,7 +54,7 @@ Step = TimelineRun | Begin | Await
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks are: those of a program have the global numbers `ranks`, by their number in its mesh."""
+    """Places of ranks: those of a program have the global numbers `ranks`, by their number in its mesh."""
 
     ranks: tuple[int, ...]
     mesh: Mapping[str, int]
@@ -70,13 +70,13 @@ class Place:
 def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
     """The steps of a pass. `fuse`: glue of the wiring (a residual add) becomes part of the kernel that follows it,
     where that is glue as well."""
-    found: list[Step] = []
+    made: list[Step] = []
     begun: dict[fx.Node, Begin] = {}
     merged: dict[tuple[int, float, float], tuple[Item, ...]] = {}
     pending: list[tuple[NodeWork, Kernel]] = []
 
     def flush() -> None:
-        found.extend(TimelineRun(_name(work.node), marks(work.node).layer, (kernel,)) for work, kernel in pending)
+        made.extend(TimelineRun(_name(work.node), marks(work.node).layer, (kernel,)) for work, kernel in pending)
         pending.clear()
 
     for work in forward.works:
@@ -84,10 +84,10 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
         if node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_gather):
             flush()
             begun[node] = begin = _begin(work, place)
-            found += [begin] if node.target is ops.all_reduce_start else [begin, Await(begin)]
+            made += [begin] if node.target is ops.all_reduce_start else [begin, Await(begin)]
         elif node.target is ops.all_reduce_wait:
             flush()
-            found.append(Await(begun[args_of(node)[0]]))
+            made.append(Await(begun[args_of(node)[0]]))
         glue = [(work, item) for item in items if isinstance(item, Kernel) and item.work == "glue"]
         if fuse and node.op != "call_module" and items and in_stream(node) and len(glue) == len(items):
             pending += glue
@@ -104,15 +104,15 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
             items = merged[key]
         elif items:
             flush()
-        found += _steps_of(node, items, place, work.dtype)
+        made += _steps_of(node, items, place, work.dtype)
     flush()
-    return _normed(found)
+    return _normed(made)
 
 
-def _normed(found: list[Step]) -> list[Step]:
+def _normed(listed: list[Step]) -> list[Step]:
     """The same steps, whose calls say where a sum is waited for at once, and then added and normed."""
-    made = list(found)
-    for i, (begin, wait, run) in enumerate(zip(found, found[1:], found[2:], strict=False)):
+    made = list(listed)
+    for i, (begin, wait, run) in enumerate(zip(listed, listed[1:], listed[2:], strict=False)):
         if not isinstance(begin, Begin) or not isinstance(wait, Await) or not isinstance(run, TimelineRun):
             continue
         first = run.kernels[0]

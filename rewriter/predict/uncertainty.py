@@ -1,4 +1,4 @@
-"""How far off a prediction may be: intervals that hold the truth in 80 of 100 cases, if the terms are as uncertain as
+"""Uncertainty of a prediction: intervals that hold the truth in 80 of 100 cases, if the terms are as uncertain as
 is said here.
 
 Each term is changed by one standard deviation, one at a time, and what is predicted is simulated again; the logarithms
@@ -43,13 +43,13 @@ class Change:
 
 
 def changes(rates: Rates, kernels: Iterable[Kernel], modelled: bool) -> list[Change]:
-    """Of a device whose time goes into `kernels`; `modelled`: the fabric's collectives are by formula."""
-    found = [Change("kernels", replace(rates, factor=rates.factor * (1 + kernel_deviation(rates, kernels))))]
-    found.append(Change("collectives", rates, 1 + (_FORMULA if modelled else _COLLECTIVES)))
+    """Changes of a device whose time goes into `kernels`; `modelled`: the fabric's collectives are by formula."""
+    listed = [Change("kernels", replace(rates, factor=rates.factor * (1 + kernel_deviation(rates, kernels))))]
+    listed.append(Change("collectives", rates, 1 + (_FORMULA if modelled else _COLLECTIVES)))
     for term, factor in _TERMS.items():
         if (overlap := rates.overlap.times(term, factor)) != rates.overlap:
-            found.append(Change(term, replace(rates, overlap=overlap)))
-    return found
+            listed.append(Change(term, replace(rates, overlap=overlap)))
+    return listed
 
 
 def kernel_deviation(rates: Rates, kernels: Iterable[Kernel]) -> float:

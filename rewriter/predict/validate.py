@@ -69,8 +69,8 @@ def validate(programs: Sequence[tuple[str, Program]], job: Workload, named: Clus
             # The order turns, so that no recipe is always the first after a start.
             turned = variants[launch % len(variants) :] + variants[: launch % len(variants)]
             asked = spec(turned, job, where, None, cores(job.tp, where))
-            for recipe, found in measurement.run(asked, range(job.tp)).items():
-                real[recipe].append(found)
+            for recipe, passes in measurement.run(asked, range(job.tp)).items():
+                real[recipe].append(passes)
             asked = spec(turned, job, where, delays, cores(1, where))
             every = sorted(set().union(*ranks.values()))
             by_rank = {rank: measurement.emulated(asked, rank) for rank in every}

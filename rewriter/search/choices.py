@@ -1,4 +1,4 @@
-"""What a layer can be, and a mix: what every layer is. A mix is a recipe."""
+"""Rewrites of layers, and mixes of them. A mix is a recipe."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Mix:
-    """What every layer is: placements, and formats of messages by layer. What is not named is standard and exact.
+    """The choice for every layer: placements, and formats of messages by layer. Others are standard and exact.
 
     `base` is the exact recipe around them: tensor-parallel, or one that shards tokens.
     """
@@ -107,7 +107,7 @@ class Mix:
         return [*(Mix((placement,)) for placement in self.placements), *formats]
 
     def counts(self) -> dict[str, int]:
-        """How many layers each rewrite has, by name."""
+        """Number of layers of each rewrite, by name."""
         counts: Counter[str] = Counter()
         for p in self.placements:
             counts[p.rewrite] += len(p.layers)

@@ -45,7 +45,7 @@ class Gains:
         self.candidates = Candidates(self.program, load.sp)
 
     def speed(self, mix: Mix) -> Speed | None:
-        """Of a mix; None where its passes, or the fabric, refuse it."""
+        """Speed of a mix; None where its passes, or the fabric, refuse it."""
         if mix.key not in self.speeds:
             try:
                 self.speeds[mix.key] = self.of_recipe(recipe_of(mix))
@@ -55,7 +55,7 @@ class Gains:
         return self.speeds[mix.key]
 
     def of_recipe(self, recipe: Recipe) -> Speed:
-        """Of a recipe. Raises RewriterError where its passes, or the fabric, refuse it."""
+        """Speed of a recipe. Raises RewriterError where its passes, or the fabric, refuse it."""
         load, program = self.workload, self.candidates.one(recipe, self.workload.tp).program
         done = self.predictor.simulate(program, record=False)
         seconds = generation_seconds(done.prefill, done.decode, load.generate)

@@ -40,7 +40,7 @@ _BETTER = 1e-3  # a round that makes the fastest mix within the budget faster by
 
 @dataclass(frozen=True)
 class Asked:
-    """What is searched: a rise of `budget` (a share of the loss) at most, on `workload` and `cluster`.
+    """Question of a search: a rise of `budget` (a share of the loss) at most, on `workload` and `cluster`.
 
     `text`: a calibration text, or None. `windows`: of text, to calibrate, to hold out.
     """
@@ -90,7 +90,7 @@ def opened(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> tuple[Measurements, Gains]:
-    """What measures mixes of a model on its text, and what predicts them. Raises RewriterError as a search does: what
+    """Measurements of mixes of a model on its text, and their predictions. Raises RewriterError as a search does: what
     can be refused without work is refused first."""
     program = traced(model, trust_remote_code)
     gains = Gains(program, asked.workload, asked.cluster)
@@ -207,7 +207,7 @@ class _Search:
     # --- mixes ---
 
     def _chosen(self, fronts: Sequence[Sequence[Estimate]], shares: Iterable[float]) -> list[Estimate]:
-        """Of each front the fastest mixes within shares of the budget that were not measured yet, the exact one too."""
+        """The fastest mixes of each front within shares of the budget that were not measured yet, the exact one too."""
         new: dict[Mix, Estimate] = {}
         for estimates in fronts:
             for share in (0.0, *shares):

@@ -37,44 +37,44 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """What `rewrite predict` prints; rich renders it as wide as the terminal is. `pareto`: with the table of points."""
+    """Output of `rewrite predict`; rich renders it as wide as the terminal is. `pareto`: with the table of points."""
 
     comparison: RecipeComparison
     pareto: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        found = self.comparison
-        yield Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
-        if found.what_if:
-            yield Text(f"what if: {', '.join(found.what_if)}")
-        if found.modelled:
+        c = self.comparison
+        yield Text.assemble((model_name(c), "bold"), " on ", (c.fabric, "bold"), f": {setting(c)}")
+        if c.what_if:
+            yield Text(f"what if: {', '.join(c.what_if)}")
+        if c.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
-        rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in found.predictions]
-        rows += [(_name(p) + " [dim](baseline)[/]", cells(p), "" if p.fits else "dim") for p in found.baselines]
+        rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in c.predictions]
+        rows += [(_name(p) + " [dim](baseline)[/]", cells(p), "" if p.fits else "dim") for p in c.baselines]
         table = _fitting(None, COLUMNS, DROPPED, rows, console, options)
         if table is not None:
             yield table
             yield Text(LEGEND, style="dim")
             yield Text()
-            title, spent = "One pass of one rank", _times(found.predictions)
+            title, spent = "One pass of one rank", _times(c.predictions)
             if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
                 yield passes
         else:
-            for prediction in (*found.predictions, *found.baselines):
+            for prediction in (*c.predictions, *c.baselines):
                 yield _card(prediction)
         if self.pareto:
             yield Text()
-            yield _pareto(found.pareto)
-        lacking = [p.recipe for p in found.predictions if not p.fits]
+            yield _pareto(c.pareto)
+        lacking = [p.recipe for p in c.predictions if not p.fits]
         said = [f"! More than a device's memory: {', '.join(lacking)}."] if lacking else []
-        if said := [*said, *notes(found)]:
+        if said := [*said, *notes(c)]:
             yield Text()
             yield Text("\n".join(said))
 
 
 def cells(p: Prediction) -> dict[str, str]:
-    """What stands in each of COLUMNS, and in the page's table too."""
+    """Cells of COLUMNS, for terminal and page."""
     exposed, seconds = p.exposed_communication_seconds_per_token, p.break_even_seconds
     return {
         "prefill": duration(p.prefill.seconds),
@@ -91,7 +91,7 @@ def cells(p: Prediction) -> dict[str, str]:
 
 
 def _within(p: Prediction) -> str:
-    """By how much the time per token may be off."""
+    """Uncertainty of the time per token."""
     if p.seconds_per_token_interval is None or p.seconds_per_token <= 0.0:
         return "–"
     return f"± {100 * (p.seconds_per_token_interval[1] / p.seconds_per_token - 1):.0f} %"
@@ -170,11 +170,11 @@ def _card(p: Prediction) -> Table:
     return table
 
 
-def _pareto(found: Mapping[str, Sequence[PredictedPoint]]) -> Table:
+def _pareto(points_of: Mapping[str, Sequence[PredictedPoint]]) -> Table:
     """The points that no other of their recipe beats in both; the page and JSON have all."""
     columns = ("tp", "batch", "per token", "tokens/s per GPU")
     table = _table("Best TP degrees and batches", columns)
-    for recipe, points in found.items():
+    for recipe, points in points_of.items():
         name = escape(recipe)
         for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):
             speed = digits(q.tokens_per_second_per_gpu)
@@ -190,35 +190,36 @@ def degree(q: PredictedPoint) -> str:
     return f"{q.tp}" if q.sp == 1 else f"{q.tp} × sp {q.sp}"
 
 
-def notes(found: RecipeComparison) -> list[str]:
-    """What must be known beyond the numbers. A note that several recipes share is said once, in order of appearance."""
+def notes(comparison: RecipeComparison) -> list[str]:
+    """Sentences that belong to the numbers. A note that several recipes share is said once, in order of appearance."""
     by_note: dict[str, list[str]] = {}
-    for p in (*found.predictions, *found.baselines):
+    for p in (*comparison.predictions, *comparison.baselines):
         for note in p.notes:
             by_note.setdefault(note, []).append(p.recipe)
     said = [
-        ("" if len(recipes) == len(found.predictions) + len(found.baselines) else f"{', '.join(recipes)}: ") + note
+        ("" if len(recipes) == len(comparison.predictions) + len(comparison.baselines) else f"{', '.join(recipes)}: ")
+        + note
         for note, recipes in by_note.items()
     ]
-    return said + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in found.skipped]
+    return said + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in comparison.skipped]
 
 
 # --- the page ---
 
 
 def predict_page(
-    found: RecipeComparison,
+    comparison: RecipeComparison,
     command: str = "",
     figures: Sequence[tuple[str, str, str]] = (),
     validation: Validation | None = None,
 ) -> str:
     """The file's text. `command`: what made it; `figures`: the fabric's, each with its value and its source;
     `validation`: what was measured as well."""
-    predictions = found.predictions
+    predictions = comparison.predictions
     points = [
         (recipe, [degree(q), f"{q.batch:,}", duration(q.seconds_per_token), digits(q.tokens_per_second_per_gpu),
                   "best" if q.front else "" if q.fits else "does not fit"])
-        for recipe, line in found.pareto.items()
+        for recipe, line in comparison.pareto.items()
         for q in sorted(line, key=lambda q: (not q.front, q.ranks, q.batch))
     ]  # fmt: skip
     mark, _, why = MODELLED.partition(":")
@@ -227,12 +228,13 @@ def predict_page(
         _pass("Prefill", [(p, p.prefill) for p in predictions]),
     ]
     return render(
-        "predict.html.j2", title=f"{model_name(found)}: what recipes gain on {found.fabric}", found=found,
-        setting=setting(found), modelled=(mark, why), headline=headline(predictions),
+        "predict.html.j2", title=f"{model_name(comparison)}: what recipes gain on {comparison.fabric}",
+        comparison=comparison,
+        setting=setting(comparison), modelled=(mark, why), headline=headline(predictions),
         columns=COLUMNS, legend=LEGEND,
         speeds=[(p.recipe, cells(p).values()) for p in predictions], passes=passes if predictions else (),
-        points=points, pareto=pareto(found.pareto), validation=validation, validated=VALIDATED,
-        notes=notes(found), command=command, figures=[(what, cells) for what, *cells in figures],
+        points=points, pareto=pareto(comparison.pareto), validation=validation, validated=VALIDATED,
+        notes=notes(comparison), command=command, figures=[(what, cells) for what, *cells in figures],
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ _ROOM = 120  # characters of a line that all columns need
 
 @dataclass(frozen=True)
 class SearchReport:
-    """What `rewrite search` prints; rich renders it as wide as the terminal is."""
+    """Output of `rewrite search`; rich renders it as wide as the terminal is."""
 
     result: SearchResult
 
@@ -76,7 +76,7 @@ def headline(result: SearchResult) -> str:
 
 
 def layers_of(mix: Mix) -> list[str]:
-    """What each rewrite is, and the layers that it has."""
+    """A line for each rewrite, with its layers."""
     lines = [] if mix.base == Mix.base else [f"{mix.base}: ranks share the tokens of a sequence"]
     layers: dict[str, list[int]] = {}
     for p in mix.placements:
@@ -89,7 +89,7 @@ def layers_of(mix: Mix) -> list[str]:
 
 
 def notes(result: SearchResult) -> list[str]:
-    """What must be known beside the figures."""
+    """Sentences that belong to the figures."""
     said = [
         f"Measured on {result.text}. The original's loss is {result.loss:.3f} nats per token. The orders of estimated "
         f"and measured cost agree by {result.agreement:.2f} (Kendall's tau), after {result.rounds} rounds."
@@ -99,7 +99,7 @@ def notes(result: SearchResult) -> list[str]:
 
 
 def cells(point: Point) -> dict[str, str]:
-    """What stands in each of COLUMNS, and in the page's table too."""
+    """Cells of COLUMNS, for terminal and page."""
     return {
         "per token": duration(point.speed.decode),
         "speedup": times(point.speedup),
@@ -145,7 +145,7 @@ def axis_of(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def place(rise: float, low: float, high: float) -> float:
-    """Where a rise stands on the axis, from 0 to 1; what is exact, at 0."""
+    """Place of a rise on the axis, from 0 to 1; what is exact, at 0."""
     if rise < low:
         return 0.0
     return 0.06 + 0.94 * math.log(rise / low) / math.log(high / low)
@@ -165,7 +165,7 @@ def search_page(result: SearchResult, command: str = "") -> str:
 
 
 def _singles(singles: Sequence[Single], rewrites: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """By layer what each rewrite costs alone, in thousandths of a nat per token, and last what it gains at most."""
+    """Rows by layer: the cost of each rewrite alone, in thousandths of a nat per token, and last its largest gain."""
     costs = {(s.layer, s.rewrite): f"{1e3 * s.cost:.2f}" for s in singles}
     rows = [
         (f"{layer}", [costs.get((layer, name), "") for name in rewrites])
