@@ -334,8 +334,8 @@ def bytes_per_rank(
 
 
 def _bytes_per_pair(program: Program, plain: bool) -> int:
-    """Bytes per query and key, in the layer that holds most: with a softcap or sinks, or where all are `plain`, scores are
-    in the model's dtype, and their softmax in fp32 and again in the model's (`runtime.attention.cached`)."""
+    """Bytes per query and key, in the layer that holds most: with a softcap or sinks, or where all are `plain`, scores
+    in the model's dtype, and their softmax in fp32 and in the model's dtype (`runtime.attention.cached`)."""
     heads = [
         int(marks(node).local_q_heads or args_of(node)[0].meta["val"].shape[1])
         for _, node in attentions(program)

@@ -64,8 +64,8 @@ def locate(stage: Stage, rec: Record) -> Fault:
     known = [p for p in list(values)[: list(values).index(point)] if p in stage.expected]
     # a module that returns what it should was given what it should
     right = {points[p] for point in known for p in (point, ("given", point[1])) if p in points}
-    calls = (n for (prefix, _), n in rec.nodes.items() if not prefix and n.op == "call_module")
-    module = next((n for n in calls if point[0] in ("given", "returned") and n.target == point[1]), None)
+    calls = (n for n in rec.nodes.values() if n.op == "call_module" and point[0] in ("given", "returned"))
+    module = next((n for n in calls if n.target == point[1]), None)
     if point[0] == "returned" and module is not None:
         fault = _in_module(stage, rec, module, points.get(("given", point[1])) in right, error)
         if fault is not None:
@@ -118,24 +118,19 @@ def _in_wiring(
         layer = layer_of_node(stage.program, value)
         return Fault(stage.name, layer, "", text_of(value), "", _difference(stage, layers={layer}), error)
     path, layer = str(reader.target), layer_of_path(stage.program, str(reader.target))
-    wiring = [v for (prefix, _), v in rec.values.items() if not prefix]
     if point[0] == "given" and stage.before is not None:
-        meant = stage.expected[point]
-        lost = _lost(stage.before, stage.program, reader)
-        if lost is not None and not any(difference(v, meant, partial=False) <= stage.limit for v in wiring):
+        # the statement that it read before the pass, where that is gone, and nothing else has its value
+        now, meant = {n.name for n in stage.program.graph.nodes}, stage.expected[point]
+        reads = (source for n in stage.before.graph.nodes if n.name == reader.name for source in n.all_input_nodes)
+        lost = next((n for n in reads if n.name not in now and n.target not in _EXCHANGES), None)
+        known = any(difference(v, meant, partial=False) <= stage.limit for v in rec.values.values())
+        if lost is not None and not known:
             gone = layer_of_node(stage.before, lost)
             cause = f"it is gone: {reader.name} reads {value.name}"
             changed = _difference(stage, layers={gone, layer})
             return Fault(stage.name, gone, "", text_of(lost), cause, changed, error)
     cause = f"it reads {value.name}, which is not what it should read"
     return Fault(stage.name, layer, path, text_of(reader), cause, _difference(stage, layers={layer}), error)
-
-
-def _lost(before: Program, after: Program, reader: fx.Node) -> fx.Node | None:
-    """The statement that `reader` read before the pass, where it is gone."""
-    now = {n.name for n in after.graph.nodes}
-    reads = (source for n in before.graph.nodes if n.name == reader.name for source in n.all_input_nodes)
-    return next((n for n in reads if n.name not in now and n.target not in _EXCHANGES), None)
 
 
 # --- statements ------------------------------------------------------------------------------------------------------
@@ -169,12 +164,15 @@ def _difference(stage: Stage, path: str = "", layers: Collection[int | None] = (
     """The IR before the pass and after it: of a module, with its parameters and what ranks hold of them, or without
     `path` of the wiring of `layers`."""
 
+    def kind(module: Module) -> str:
+        return str(getattr(module, "class_name", module))
+
     def lines(program: Program) -> list[str]:
         if not path:
             computed = (n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
             return [text_of(n) for n in computed if layer_of_node(program, n) in layers]
         module = dict(walk_modules(program.modules)).get(path)
-        text = body_text(module, _class_name, full=True) if isinstance(module, Body) else str(module)
+        text = body_text(module, kind, full=True) if isinstance(module, Body) else str(module)
         parameters = [
             f"{n}{list(p.shape)} = {p.expression}" + ("" if p.ranges is None else f", dim {p.dim}: {p.ranges}")
             for n, p in program.parameters.items()
@@ -183,10 +181,6 @@ def _difference(stage: Stage, path: str = "", layers: Collection[int | None] = (
         return [*text.splitlines(), *parameters]
 
     return [] if stage.before is None else changed_lines(lines(stage.before), lines(stage.program), stage.name)
-
-
-def _class_name(module: Module) -> str:
-    return str(getattr(module, "class_name", module))
 
 
 def changed_lines(before: Sequence[str], after: Sequence[str], name: str) -> list[str]:

@@ -196,7 +196,7 @@ class _Output:
 def _values(program: Program, weights: Mapping[str, torch.Tensor] | None = None) -> Values:
     """Values of a program in fp32, by default from its own weights."""
     held = load_weights(program, torch.float32) if weights is None else weights
-    return record(program, golden_tokens(program), held).shown(nested=True)
+    return record(program, golden_tokens(program), held).shown()
 
 
 def _wrong(

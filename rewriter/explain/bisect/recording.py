@@ -28,10 +28,10 @@ Key = tuple[str, str]
 
 @dataclass
 class Record:
-    """Values by node, in the order of execution, and the wiring's as the simulation holds them (`shards`).
+    """Values by node of the wiring, or of a module that was run alone, in the order of execution; those of the wiring
+    also as the simulation holds them (`shards`).
 
-    `result` is what a module returns that was run alone. `stopped` is the node of the wiring that could not be
-    computed, and why.
+    `result` is what the module returns. `stopped` is the node of the wiring that could not be computed, and why.
     """
 
     nodes: dict[Key, fx.Node] = field(default_factory=dict)
@@ -40,28 +40,25 @@ class Record:
     result: Ranks | None = None
     stopped: tuple[fx.Node | None, str] | None = None
 
-    def points(self, nested: bool = False) -> dict[Point, Key]:
-        """The nodes that give the values at points: of modules that the wiring calls, with `nested` of those inside."""
+    def points(self) -> dict[Point, Key]:
+        """The nodes of the wiring that give the values at points."""
         points: dict[Point, Key] = {}
         for key, node in self.nodes.items():
-            prefix, _ = key
-            if prefix and not nested:
-                continue
             if node.op == "call_module":
-                path, source = prefix + str(node.target), first_input(node)
-                if (prefix, source.name) in self.values and source is not node:
-                    points["given", path] = prefix, source.name
-                points["returned", path] = key
-            elif not prefix and (number := marks(node).stream) is not None:
+                source = first_input(node)
+                if ("", source.name) in self.values and source is not node:
+                    points["given", str(node.target)] = "", source.name
+                points["returned", str(node.target)] = key
+            elif (number := marks(node).stream) is not None:
                 points["stream", str(number)] = key
         if self.nodes and self.stopped is None:
             output = next(n for n in next(iter(self.nodes.values())).graph.nodes if n.op == "output")
             points[LOGITS] = "", args_of(output)[0].name
         return points
 
-    def shown(self, nested: bool = False) -> Values:
+    def shown(self) -> Values:
         """The values at those points."""
-        return {point: self.values[key] for point, key in self.points(nested).items() if key in self.values}
+        return {point: self.values[key] for point, key in self.points().items() if key in self.values}
 
 
 def first_input(node: fx.Node) -> fx.Node:
@@ -70,7 +67,7 @@ def first_input(node: fx.Node) -> fx.Node:
 
 
 class _Recorder(Simulator):
-    """A simulation that keeps values: those of the wiring and of called modules, with `inside` of all nodes."""
+    """A simulation that keeps values: those of the wiring, with `inside` those of all nodes."""
 
     def __init__(
         self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None, inside: bool
@@ -81,7 +78,7 @@ class _Recorder(Simulator):
     def note(self, prefix: str, node: fx.Node, value: Shards) -> None:
         if not prefix:
             self.record.shards[node] = value
-        if (not prefix or self.inside or node.op == "call_module") and (whole := self.whole(value)) is not None:
+        if (not prefix or self.inside) and (whole := self.whole(value)) is not None:
             self.record.nodes[prefix, node.name], self.record.values[prefix, node.name] = node, whole
 
     def whole(self, value: Shards) -> Ranks | None:
