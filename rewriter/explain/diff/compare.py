@@ -34,9 +34,6 @@ from rewriter.recipes.apply import apply_recipe, load_recipe
 from rewriter.tracing import trace
 from rewriter.weights import Checkpoint
 
-ProgressCall = Callable[..., None]
-_CONTEXT = 3  # lines around a change of code
-
 
 @dataclass(frozen=True)
 class Side:
@@ -59,6 +56,19 @@ class Side:
     def mesh(self) -> str:
         return ", ".join(f"{axis}={n}" for axis, n in self.program.mesh.items()) or "one device"
 
+    def facts(self) -> dict[str, str]:
+        """Facts by name."""
+        traffic = summary(collectives(self.program))
+        drift = None if self.manifest is None else self.manifest.verification.drift
+        return {
+            "recipe": self.recipe,
+            "mesh": self.mesh,
+            "collectives": str(traffic.collectives),
+            "of them overlapped with computation": str(traffic.hidden),
+            "bytes per token": f"{traffic.bytes_per_token:,}",
+            "drift (KL, nats)": "–" if drift is None else f"{drift.kl:.3g}",
+        }
+
 
 def diff(
     first: str | os.PathLike[str],
@@ -71,7 +81,7 @@ def diff(
     set: Mapping[str, Any] | None = None,
     tensors: bool = True,
     trust_remote_code: bool = False,
-    progress: ProgressCall = lambda *_: None,
+    progress: Callable[..., None] = lambda *_: None,
 ) -> DiffReport:
     """Differences between `first` and `second`: passes, layers, generated code, tensors.
 
@@ -148,8 +158,8 @@ def _output(root: Path, manifest: Manifest, program: Program) -> Side:
 
     entry = manifest.runtime.get(mesh_name(manifest.mesh))
     module, ranges = (read(entry.module), read(entry.weights)) if entry else ("", "")
-    held = "\n".join(lines_of(ranges))
-    return Side(name_of(root), root, manifest, program, module, read(manifest.adapted.modeling), held)
+    modeling = read(manifest.adapted.modeling)
+    return Side(name_of(root), root, manifest, program, module, modeling, "\n".join(lines_of(ranges)))
 
 
 def lines_of(text: str) -> list[str]:
@@ -161,21 +171,20 @@ def lines_of(text: str) -> list[str]:
         return text.splitlines()
 
 
-def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> DiffReport:
+def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: Callable[..., None]) -> DiffReport:
     names = before.name, after.name if after.name != before.name else f"{after.name} (second)"
-    on_mesh = [f"{name}, {side.mesh}" for name, side in zip(names, (before, after), strict=True)]
-    code = [code_difference("runtime module", on_mesh[0], before.module, on_mesh[1], after.module)]
+    on_mesh = f"{names[0]}, {before.mesh}", f"{names[1]}, {after.mesh}"
+    code = [code_difference("runtime module", on_mesh, before.module, after.module)]
     if before.modeling or after.modeling:
         own = names[0] if before.modeling else f"{names[0]}: transformers' own"
-        code.append(code_difference("modeling file", own, before.modeling, names[1], after.modeling))
+        code.append(code_difference("modeling file", (own, names[1]), before.modeling, after.modeling))
     if before.ranges and after.ranges:
-        code.append(code_difference("ranges of the ranks", names[0], before.ranges, names[1], after.ranges))
+        code.append(code_difference("ranges of the ranks", names, before.ranges, after.ranges))
+    theirs = after.facts()
+    passes = passes_between(None if before.manifest is None else before.program, after.program, names)
     layers = layers_between(before.program, after.program)
-    report = DiffReport(
-        *names, _facts(before, after),
-        passes_between(None if before.manifest is None else before.program, after.program, names), layers, code,
-        None, notes,
-    )  # fmt: skip
+    facts = {name: (value, theirs[name]) for name, value in before.facts().items()}
+    report = DiffReport(*names, facts, passes, layers, code, None, notes)
     if tensors and before.root is not None and after.root is not None:
         report.tensors = tensors_between(Checkpoint.open(before.root), Checkpoint.open(after.root), progress)
     if layers:
@@ -186,12 +195,12 @@ def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progres
     return report
 
 
-def code_difference(title: str, name_before: str, before: str, name_after: str, after: str) -> CodeDifference:
-    """Two texts line by line, with some lines around each change; without rows where they are the same."""
+def code_difference(title: str, names: tuple[str, str], before: str, after: str) -> CodeDifference:
+    """Two texts line by line, with three lines around each change; without rows where they are the same."""
     a, b = before.splitlines(), after.splitlines()
     rows: list[Row] = []
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
-    for group in matcher.get_grouped_opcodes(_CONTEXT) if a != b else ():
+    for group in matcher.get_grouped_opcodes() if a != b else ():
         if rows:
             rows.append(("gap", None, None))
         for tag, i1, i2, j1, j2 in group:
@@ -201,23 +210,4 @@ def code_difference(title: str, name_before: str, before: str, name_after: str, 
                 rows.append((kind, left, right))
     added = sum(kind in ("changed", "added") for kind, *_ in rows)
     removed = sum(kind in ("changed", "removed") for kind, *_ in rows)
-    return CodeDifference(title, name_before, name_after, rows, added, removed)
-
-
-def _facts(before: Side, after: Side) -> dict[str, tuple[str, str]]:
-    """Facts of each side, by name."""
-
-    def of(side: Side) -> dict[str, str]:
-        traffic = summary(collectives(side.program))
-        drift = None if side.manifest is None else side.manifest.verification.drift
-        return {
-            "recipe": side.recipe,
-            "mesh": side.mesh,
-            "collectives": str(traffic.collectives),
-            "of them overlapped with computation": str(traffic.hidden),
-            "bytes per token": f"{traffic.bytes_per_token:,}",
-            "drift (KL, nats)": "–" if drift is None else f"{drift.kl:.3g}",
-        }
-
-    ours, theirs = of(before), of(after)
-    return {name: (value, theirs[name]) for name, value in ours.items()}
+    return CodeDifference(title, *names, rows, added, removed)

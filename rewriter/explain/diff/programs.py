@@ -14,7 +14,6 @@ from rewriter.ir import PassRecord, Program, nodes_inside
 from rewriter.ir.layer_plan import LayerGroup, layer_plans, relative
 from rewriter.ir.residual import residual_blocks
 
-_CONTEXT = 2
 Step = tuple[PassRecord, Program, Program]
 """(pass, program before it, program after it)."""
 
@@ -56,7 +55,7 @@ def _difference(
 ) -> PassDifference:
     """The difference between two programs, ascribed to a pass; of the printed IR without its history."""
     a, b = (program.text().partition("\nhistory\n")[0].splitlines() for program in (before, after))
-    ir = list(difflib.unified_diff(a, b, *names, lineterm="", n=_CONTEXT))
+    ir = list(difflib.unified_diff(a, b, *names, lineterm="", n=2))
     then, now = _operators(before), _operators(after)
     operators = {name: (then[name], now[name]) for name in sorted({*then, *now}) if then[name] != now[name]}
     reads = _reads(before, after)
