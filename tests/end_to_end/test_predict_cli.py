@@ -305,9 +305,18 @@ def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
     assert bare.decode.exposed_seconds > (reductions[0] - 2) * 0.02 * 0.9
 
 
-def test_a_real_rank_exchanges_messages_with_an_environment_process(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "predict examples/tiny-llama --recipe tensor-parallel --fabric ethernet-10g --tp 2 --prompt 16 --generate 2"
-    assert main([*words.split(), "--what-if", "all_reduce=20ms", "--measure", "--wire", "--json"]) == 0
+def test_a_real_rank_exchanges_messages_with_an_environment_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path("examples/tiny-llama/config.json").read_text()) | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = "--recipe tensor-parallel --fabric ethernet-10g --tp 2 --prompt 16 --generate 2"
+    assert (
+        main(
+            ["predict", str(tmp_path), *words.split(), "--what-if", "all_reduce=20ms", "--measure", "--wire", "--json"]
+        )
+        == 0
+    )
     found = next(one for one in json.loads(capsys.readouterr().out) if one["recipe"] == "tensor-parallel")
     assert "sets the pace of messages over TCP" in " ".join(found["notes"])
     count = found["decode"]["collectives"]

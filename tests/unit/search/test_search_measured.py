@@ -57,14 +57,14 @@ def expected(before: torch.Tensor, after: torch.Tensor, ids: torch.Tensor) -> tu
     return float(divergence), float(loss[1] - loss[0])
 
 
-def converted(program: Program, mix: Mix, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The logits [2, 24, V] of all ranks under the recipe, by the interpreter of whole programs.
+def converted(program: Program, mix: Mix, weights: Mapping[str, torch.Tensor], windows: torch.Tensor) -> torch.Tensor:
+    """The logits [N, 24, V] of all ranks under the recipe, by the interpreter of whole programs.
 
     Window by window: where in a block of a quantized message a token stands depends on what it is sent with.
     """
     rewritten, _ = apply_recipe(program, recipe_of(mix), RANKS)
     whole = always_quantized(rewritten) if is_quantized(rewritten) else single_device(rewritten)
-    return torch.cat([simulate(whole, ids[None], weights=weights) for ids in IDS])
+    return torch.cat([simulate(whole, ids[None], weights=weights) for ids in windows])
 
 
 def same(found: Change, wanted: tuple[float, float]) -> None:
@@ -83,10 +83,10 @@ def every() -> list[Mix]:
 
 def test_each_alone_is_what_the_converted_model_loses(program: Program, computed: Computed) -> None:
     weights = load_weights(program)
-    before = simulate(program, IDS, weights=weights)
+    before = simulate(program, IDS[:1], weights=weights)
     changes = computed.changes([computed.part(mix) for mix in every()], IDS[0])
     for mix, change in zip(every(), changes, strict=True):
-        wanted = expected(before[0], converted(program, mix, weights)[0], IDS[0])
+        wanted = expected(before[0], converted(program, mix, weights, IDS[:1])[0], IDS[0])
         same(change, wanted)
         if mix.placements and mix != searched.mix("ladder@0"):
             assert wanted[0] > 1e-3, f"{mix.key} changes too little to be told from the original"
@@ -104,7 +104,7 @@ MIXES = [
 def test_a_mix_is_what_the_converted_model_loses(program: Program, computed: Computed, words: tuple[str, ...]) -> None:
     mix = searched.mix(*words)
     weights = load_weights(program)
-    before, after = simulate(program, IDS, weights=weights), converted(program, mix, weights)
+    before, after = simulate(program, IDS, weights=weights), converted(program, mix, weights, IDS)
     for ids, old, new in zip(IDS, before, after, strict=True):
         same(*computed.changes([computed.part(mix)], ids), expected(old, new, ids))
 
