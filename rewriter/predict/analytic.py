@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import Call, Delay, Fabric, WhatIf
+from rewriter.fabric import Call, Delay, Fabric, WhatIf, load_fabric
 from rewriter.ir import Program, args_of
 from rewriter.ir.communication import model_dtype, model_dtype_bytes
 from rewriter.ir.marks import marks
@@ -29,7 +29,7 @@ from rewriter.predict.results import (
 from rewriter.predict.steps import Begin, Place, Step, TimelineRun, steps
 from rewriter.predict.timeline import KernelDurations, Timeline
 from rewriter.predict.uncertainty import interval
-from rewriter.predict.workload import ForwardPass, Workload
+from rewriter.predict.workload import Cluster, ForwardPass, Workload
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,21 @@ class _Simulated:
 
 @dataclass
 class Predictor:
-    """Predicts programs on one fabric. It keeps what modules cost, which programs of one model share.
+    """Predicts programs on one fabric, whose ranks are spread evenly over the workload's nodes. It keeps what modules
+    cost, which programs of one model share."""
 
-    `nodes`: over how many nodes the ranks of a program are spread evenly; None: as few as hold them. `library`: whose
-    collectives, of those that the fabric has tables of; None: the fabric's own choice.
-    """
-
-    fabric: Fabric
     workload: Workload
-    what_if: tuple[str, ...] = ()
-    nodes: int | None = None
-    library: str | None = None
+    cluster: Cluster
     runner: Runner = field(default_factory=Runner)
     durations: dict[object, KernelDurations] = field(default_factory=dict)
     known: dict[Call, Delay] = field(default_factory=dict)
     changes: dict[int, list[tuple[uncertainty.Change, KernelDurations]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        model = self.fabric.delay_model(self.library, graphed=self.workload.graphed)
-        self.model = WhatIf.parse(model, self.what_if)
+        named = self.cluster.fabric
+        self.fabric = named if isinstance(named, Fabric) else load_fabric(named)
+        model = self.fabric.delay_model(self.cluster.library, graphed=self.workload.graphed)
+        self.model = WhatIf.parse(model, self.cluster.what_if)
 
     def compare(
         self,
@@ -113,7 +109,7 @@ class Predictor:
             modelled=self.fabric.modelled,
             predictions=tuple(predictions),
             pareto={},
-            what_if=self.what_if,
+            what_if=self.cluster.what_if,
             skipped=(*skipped, *lacking),
         )
 
@@ -163,24 +159,6 @@ class Predictor:
             fits=held <= self.fabric.device.memory,
         )
 
-    def pareto(
-        self, program_at: Callable[[int], Program | None], degrees: Sequence[int], batches: Sequence[int]
-    ) -> tuple[PredictedPoint, ...]:
-        """Points of a recipe; `program_at` gives its program for a number of ranks, None where it cannot be applied.
-
-        Where the fabric cannot hold so many ranks there is no point either.
-        """
-        points: list[PredictedPoint] = []
-        for degree in degrees:
-            program = program_at(degree)
-            if program is None:
-                continue
-            try:
-                points += [self.point(program, batch) for batch in batches]
-            except RewriterError:
-                continue
-        return with_front(points)
-
     # --- one recipe ---
 
     def _prediction(
@@ -229,16 +207,12 @@ class Predictor:
         """The interval of a recipe's speedup over `compared`: a term is off for both."""
         if compared is None:
             return 1.0, 1.0
-        tokens = self.workload.generate - 1
-
-        def whole(prefill: float, decode: float) -> float:
-            return prefill + tokens * decode
-
-        speedup = whole(compared.prefill.seconds, compared.decode.seconds) / whole(
-            done.prefill.seconds, done.decode.seconds
+        later = self.workload.generate - 1
+        usual = [((one.prefill.seconds, one.decode.seconds), *one.changed) for one in (compared, done)]
+        speedup, *changed = (
+            (theirs[0] + later * theirs[1]) / (ours[0] + later * ours[1]) for theirs, ours in zip(*usual, strict=True)
         )
-        pairs = zip(compared.changed, done.changed, strict=True)
-        return interval(speedup, [whole(*theirs) / whole(*ours) for theirs, ours in pairs])
+        return interval(speedup, changed)
 
     def _said(self, program: Program, done: _Simulated) -> tuple[str, ...]:
         """Notes on where the times of its kernels and collectives are from."""
@@ -284,7 +258,7 @@ class Predictor:
         return self.known[call]
 
     def _nodes(self, program: Program) -> int:
-        return self.nodes or self._fewest(math.prod(program.mesh.values()))
+        return self.workload.nodes or self._fewest(math.prod(program.mesh.values()))
 
     def _fewest(self, ranks: int) -> int:
         return next(n for n in range(-(-ranks // self.fabric.node), ranks + 1) if ranks % n == 0)

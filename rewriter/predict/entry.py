@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import context_length, declared_dtype, quantization_settings
-from rewriter.fabric import Fabric, load_fabric
+from rewriter.fabric import load_fabric
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype
-from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank
+from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank, with_front
 from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.results import PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import Validation
@@ -46,8 +47,7 @@ def compare(
     began = time.process_time()
     if not recipes:
         raise RewriterError("predict: no recipe is named. Give at least one: --recipe tensor-parallel")
-    where = cluster.fabric if isinstance(cluster.fabric, Fabric) else load_fabric(cluster.fabric)
-    predictor = Predictor(where, workload, cluster.what_if, workload.nodes, cluster.library)
+    predictor = Predictor(workload, cluster)
     loaded = distinct([load_recipe(recipe, set) for recipe in recipes])
     name, program = _traced(model, trust_remote_code)
     candidates = Candidates(program, workload.sp)
@@ -74,10 +74,8 @@ def _baselines(candidates: Candidates, tp: int, named: Collection[str]) -> list[
     baselines: list[Candidate] = []
     for name in BASELINES:
         if name not in named:
-            try:
+            with suppress(RewriterError):  # a model that has no such blocks
                 baselines.append(candidates.one(load_recipe(name), tp))
-            except RewriterError:  # a model that has no such blocks
-                continue
     return baselines
 
 
@@ -96,7 +94,7 @@ def _replicas(predictor: Predictor, candidates: Candidates, first: Prediction) -
         if bytes_per_rank(program, each, load.prompt, load.generate) > predictor.fabric.device.memory:
             continue
         used = -(-load.batch // each)
-        alone = replace(predictor, workload=replace(load, batch=each, tp=degree, nodes=None), nodes=None)
+        alone = replace(predictor, workload=replace(load, batch=each, tp=degree, nodes=None))
         (replica,) = alone.compare("", [Candidate(f"replicas of {degree}", program)]).predictions
         rate = load.batch * load.generate / replica.generation_seconds
         said = f"{used} of {load.tp // degree} replicas on {degree} ranks each serve {each} of {load.batch} sequences"
@@ -133,16 +131,17 @@ def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
 
 
 def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tuple[PredictedPoint, ...]:
-    """Points of a recipe over numbers of ranks and batches, those asked for among them; on as few nodes as it takes."""
+    """Points of a recipe over numbers of ranks and batches, those asked for among them; on as few nodes as it takes.
 
-    def program_at(degree: int) -> Program | None:
-        try:
-            return candidates.one(recipe, degree).program
-        except RewriterError:  # bound to several ranks, or heads that do not divide: no such point
-            return None
-
-    degrees, batches = sorted({*DEGREES, predictor.workload.tp}), sorted({*BATCHES, predictor.workload.batch})
-    return replace(predictor, nodes=None).pareto(program_at, degrees, batches)
+    There are none where the recipe cannot be applied (bound to several ranks, heads that do not divide), or where the
+    fabric cannot hold the ranks."""
+    load, points = predictor.workload, []
+    anywhere = replace(predictor, workload=replace(load, nodes=None))
+    for degree in sorted({*DEGREES, load.tp}):
+        with suppress(RewriterError):
+            program = candidates.one(recipe, degree).program
+            points += [anywhere.point(program, batch) for batch in sorted({*BATCHES, load.batch})]
+    return with_front(points)
 
 
 def measure(

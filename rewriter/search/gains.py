@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
 from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates
@@ -38,11 +37,9 @@ class Gains:
     speeds: dict[str, Speed | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        fabric = self.cluster.fabric
-        self.fabric = fabric if isinstance(fabric, Fabric) else load_fabric(fabric)
-        load = self.workload
-        self.predictor = Predictor(self.fabric, load, self.cluster.what_if, load.nodes, self.cluster.library)
-        self.candidates = Candidates(self.program, load.sp)
+        self.predictor = Predictor(self.workload, self.cluster)
+        self.fabric = self.predictor.fabric
+        self.candidates = Candidates(self.program, self.workload.sp)
 
     def speed(self, mix: Mix) -> Speed | None:
         """Speed of a mix; None where its passes, or the fabric, refuse it."""
