@@ -55,6 +55,11 @@ class _Simulated:
     notes: tuple[str, ...]
     changed: tuple[tuple[float, float], ...] = ()  # seconds of both, with each uncertain term off
 
+    @property
+    def seconds(self) -> list[tuple[float, float]]:
+        """Seconds of both passes, as they are and with each uncertain term off."""
+        return [(self.prefill.seconds, self.decode.seconds), *self.changed]
+
 
 @dataclass
 class Predictor:
@@ -75,32 +80,27 @@ class Predictor:
         self.model = WhatIf.parse(model, self.cluster.what_if)
 
     def compare(
-        self,
-        model: str,
-        candidates: Sequence[Candidate],
-        skipped: Sequence[SkippedRecipe] = (),
+        self, model: str, candidates: Sequence[Candidate], skipped: Sequence[SkippedRecipe] = ()
     ) -> RecipeComparison:
         """All candidates, the first being what the others are compared with.
 
         Raises RewriterError where the first cannot be simulated; others that cannot are in the result's `skipped`.
         """
         predictions: list[Prediction] = []
-        compared: list[BreakEven] = []
         lacking: list[SkippedRecipe] = []
-        changed: _Simulated | None = None
+        first: tuple[_Simulated, list[BreakEven]] | None = None
         for candidate in candidates:
             try:
-                simulated = self._with_changes(candidate.program, self.simulate(candidate.program))
+                done = self._with_changes(candidate.program, self.simulate(candidate.program))
             except RewriterError as error:  # the fabric has no answer for what it communicates
-                if not predictions:
+                if first is None:
                     raise
                 lacking.append(SkippedRecipe(candidate.recipe, str(error)))
                 continue
-            predictions.append(self._prediction(candidate, simulated, compared, predictions, changed))
-            if not compared:
-                changed = simulated
+            predictions.append(self._prediction(candidate, done, first))
+            if first is None:
                 durations = self._durations(candidate.program).without_skew()
-                compared = [BreakEven(made, durations, self._delay) for made in simulated.steps]
+                first = done, [BreakEven(made, durations, self._delay) for made in done.steps]
         return RecipeComparison(
             model=model,
             fabric=self.fabric.name,
@@ -162,19 +162,19 @@ class Predictor:
     # --- one recipe ---
 
     def _prediction(
-        self,
-        candidate: Candidate,
-        done: _Simulated,
-        first: Sequence[BreakEven],
-        before: Sequence[Prediction],
-        compared: _Simulated | None,
+        self, candidate: Candidate, done: _Simulated, first: tuple[_Simulated, list[BreakEven]] | None
     ) -> Prediction:
         load, program = self.workload, candidate.program
-        rate = load.batch * load.generate / generation_seconds(done.prefill, done.decode, load.generate)
         held = self._held(program, load.batch)
         even: list[tuple[float | None, str | None]] = [(None, "the first recipe")] * 2
-        if first:
-            even = [compared.of(made) for compared, made in zip(first, done.steps, strict=True)]
+        if first is not None:
+            even = [compared.of(made) for compared, made in zip(first[1], done.steps, strict=True)]
+        # a generation's seconds, as it is and with each term off, which is off for both recipes
+        theirs, ours = (
+            [prefill + (load.generate - 1) * decode for prefill, decode in one.seconds]
+            for one in (done if first is None else first[0], done)
+        )
+        speedup, *changed = (a / b for a, b in zip(theirs, ours, strict=True))
         return Prediction(
             recipe=candidate.recipe,
             fabric=self.fabric.name,
@@ -188,8 +188,8 @@ class Predictor:
             graphed=load.graphed,
             prefill=done.prefill,
             decode=done.decode,
-            tokens_per_second=rate,
-            speedup=rate / before[0].tokens_per_second if before else 1.0,
+            tokens_per_second=load.batch * load.generate / ours[0],
+            speedup=speedup,
             break_even_prefill_seconds=even[0][0],
             break_even_prefill_note=even[0][1],
             break_even_seconds=even[1][0],
@@ -200,19 +200,8 @@ class Predictor:
             kind=candidate.kind,
             seconds_per_token_interval=interval(done.decode.seconds, [decode for _, decode in done.changed]),
             prefill_interval=interval(done.prefill.seconds, [prefill for prefill, _ in done.changed]),
-            speedup_interval=self._speedups(done, compared),
+            speedup_interval=interval(speedup, changed),
         )
-
-    def _speedups(self, done: _Simulated, compared: _Simulated | None) -> tuple[float, float]:
-        """The interval of a recipe's speedup over `compared`: a term is off for both."""
-        if compared is None:
-            return 1.0, 1.0
-        later = self.workload.generate - 1
-        usual = [((one.prefill.seconds, one.decode.seconds), *one.changed) for one in (compared, done)]
-        speedup, *changed = (
-            (theirs[0] + later * theirs[1]) / (ours[0] + later * ours[1]) for theirs, ours in zip(*usual, strict=True)
-        )
-        return interval(speedup, changed)
 
     def _said(self, program: Program, done: _Simulated) -> tuple[str, ...]:
         """Notes on where the times of its kernels and collectives are from."""
