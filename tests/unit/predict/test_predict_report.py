@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from predict_report_cases import Balance
+from page_parser import Balance
 from predictions import comparison, phase
 from rich.console import Console
 

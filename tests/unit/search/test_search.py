@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import searched
@@ -218,15 +220,19 @@ def test_a_model_without_weights_is_refused(tmp_path: Path, directory: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize("budget", [0.0, -0.01, float("nan"), float("inf")])
-def test_a_budget_has_to_be_positive(budget: float) -> None:
-    with pytest.raises(RewriterError, match=r"--loss .*expected a rise in loss above 0"):
-        asked(budget=budget)
-
-
-def test_one_rank_has_nothing_to_gain() -> None:
-    with pytest.raises(RewriterError, match=r"--tp 1: one rank sends nothing.*Give --tp 2 or more"):
-        asked(tp=1)
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        *(
+            (dict(budget=budget), "--loss .*expected a rise in loss above 0")
+            for budget in (0.0, -0.01, math.nan, math.inf)
+        ),
+        (dict(tp=1), "--tp 1: one rank sends nothing.*Give --tp 2 or more"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(job: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewriterError, match=message):
+        asked(**job)
 
 
 def test_a_text_needs_a_tokenizer(directory: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import searched
 from fake_api import installed
-from predict_report_cases import Balance
+from page_parser import Balance
 from rich.console import Console
 
 from rewriter.cli import main
