@@ -71,7 +71,7 @@ class Predictor:
     runner: Runner = field(default_factory=Runner)
     durations: dict[object, KernelDurations] = field(default_factory=dict)
     known: dict[Call, Delay] = field(default_factory=dict)
-    changes: dict[int, list[tuple[uncertainty.Change, KernelDurations]]] = field(default_factory=dict)
+    changes: dict[int, list[tuple[KernelDurations, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = self.cluster.fabric
@@ -129,11 +129,11 @@ class Predictor:
         if id(usual) not in self.changes:
             ran = [kernel for step in done.steps[1] if isinstance(step, TimelineRun) for kernel in step.kernels]
             listed = uncertainty.changes(usual.rates, ran, self.fabric.modelled)
-            self.changes[id(usual)] = [(change, KernelDurations(change.rates)) for change in listed]
+            self.changes[id(usual)] = [(KernelDurations(rates), times) for rates, times in listed]
         seconds: list[tuple[float, float]] = []
-        for change, durations in self.changes[id(usual)]:
+        for durations, slower in self.changes[id(usual)]:
 
-            def delays(begin: Begin, call: Call, times: float = change.collectives) -> Delay:
+            def delays(begin: Begin, call: Call, times: float = slower) -> Delay:
                 delay = self._delay(begin, call)
                 return delay if times == 1.0 else delay.lasting(delay.seconds * times)
 

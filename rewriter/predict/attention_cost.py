@@ -73,14 +73,7 @@ def _kernels(
     flops = 2.0 * pairs * rows * (shape.head_dim + shape.value_dim)
     if options.get("softcap") is None and options.get("sinks") is None:
         return [_attention(shape, read + out, flops, queries, keys)]
-    # no fused kernel: scores are written, capped, masked, exponentiated in fp32 and read again
-    scores = float(rows * queries * keys)
-    head, value = shape.head_dim, shape.value_dim
-    return [
-        Kernel("scores", "product", read + scores * size, 2.0 * scores * head, 0, rows, queries, keys, head),
-        Kernel("softmax", "glue", scores * (4 * size + 8)),
-        Kernel("values", "product", scores * size + out, 2.0 * scores * value, 0, rows, queries, value, keys),
-    ]
+    return _unfused(shape, queries, keys, read, 0.0)
 
 
 def _plain(shape: AttentionShape, queries: int, keys: int, compiled: bool) -> list[Kernel]:
@@ -88,23 +81,24 @@ def _plain(shape: AttentionShape, queries: int, keys: int, compiled: bool) -> li
     scores and their softmax are written and read, keys and values are those of each query head. A compiler makes the
     products of one query reductions that read a head's keys once per query head; else they are repeated in memory."""
     size, rows = shape.dtype_bytes, shape.batch * shape.q_heads
-    scores, repeats = float(rows * queries * keys), shape.q_heads // shape.kv_heads
-    read = {"scores": float(rows * keys * shape.head_dim * size), "values": float(rows * keys * shape.value_dim * size)}
-    other = {name: rows * queries * dim * size for name, dim in (("q", shape.head_dim), ("out", shape.value_dim))}
+    repeats = shape.q_heads // shape.kv_heads
+    read = [float(rows * keys * dim * size) for dim in (shape.head_dim, shape.value_dim)]
     copied = repeats > 1 and not (compiled and queries == 1)
-    copies = [Kernel("repeat", "glue", nbytes * (1 + 1 / repeats)) for nbytes in read.values()] if copied else []
+    copies = [Kernel("repeat", "glue", nbytes * (1 + 1 / repeats)) for nbytes in read] if copied else []
+    return [*copies, *_unfused(shape, queries, keys, read[0] + rows * queries * shape.head_dim * size, read[1])]
+
+
+def _unfused(shape: AttentionShape, queries: int, keys: int, read: float, values: float) -> list[Kernel]:
+    """Without a fused kernel: scores of what is `read` are written, capped, masked, exponentiated in fp32 and read
+    again, with `values` bytes beyond what was read."""
+    size, rows = shape.dtype_bytes, shape.batch * shape.q_heads
+    scores, out = float(rows * queries * keys), float(rows * queries * shape.value_dim * size)
+    head, value = shape.head_dim, shape.value_dim
     return [
-        *copies,
-        Kernel(
-            "scores", "product", read["scores"] + other["q"] + scores * size, 2.0 * scores * shape.head_dim, 0, rows,
-            queries, keys, shape.head_dim,
-        ),
+        Kernel("scores", "product", read + scores * size, 2.0 * scores * head, 0, rows, queries, keys, head),
         Kernel("softmax", "glue", scores * (4 * size + 8)),
-        Kernel(
-            "values", "product", scores * size + read["values"] + other["out"], 2.0 * scores * shape.value_dim, 0, rows,
-            queries, shape.value_dim, keys,
-        ),
-    ]  # fmt: skip
+        Kernel("values", "product", scores * size + values + out, 2.0 * scores * value, 0, rows, queries, value, keys),
+    ]
 
 
 def _attention(shape: AttentionShape, nbytes: float, flops: float, queries: int, keys: int) -> Kernel:

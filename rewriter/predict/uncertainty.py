@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import NormalDist
 
 from rewriter.predict.kernel_cost import Kernel, Work
@@ -33,22 +33,14 @@ _TERMS = {"crossing": 2.0, "contention": 1.6, "jitter": 1.7, "clocks": 1.8, "ste
 SERVER = math.sqrt(0.127**2 - 0.060**2)
 
 
-@dataclass(frozen=True)
-class Change:
-    """One term, one standard deviation off: another device, and collectives that take `collectives` times as long."""
-
-    name: str
-    rates: Rates
-    collectives: float = 1.0
-
-
-def changes(rates: Rates, kernels: Iterable[Kernel], modelled: bool) -> list[Change]:
-    """Changes of a device whose time goes into `kernels`; `modelled`: the fabric's collectives are by formula."""
-    listed = [Change("kernels", replace(rates, factor=rates.factor * (1 + kernel_deviation(rates, kernels))))]
-    listed.append(Change("collectives", rates, 1 + (_FORMULA if modelled else _COLLECTIVES)))
+def changes(rates: Rates, kernels: Iterable[Kernel], modelled: bool) -> list[tuple[Rates, float]]:
+    """Terms of a device whose time goes into `kernels`, each one standard deviation off: (another device, times as long
+    that collectives take). `modelled`: the fabric's collectives are by formula."""
+    listed = [(replace(rates, factor=rates.factor * (1 + kernel_deviation(rates, kernels))), 1.0)]
+    listed.append((rates, 1 + (_FORMULA if modelled else _COLLECTIVES)))
     for term, factor in _TERMS.items():
         if (overlap := rates.overlap.times(term, factor)) != rates.overlap:
-            listed.append(Change(term, replace(rates, overlap=overlap)))
+            listed.append((replace(rates, overlap=overlap), 1.0))
     return listed
 
 

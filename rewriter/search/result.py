@@ -127,7 +127,6 @@ class SearchResult:
         data = asdict(self)
         data["points"] = [_point(p) for p in self.points]
         data["chosen"] = _point(self.chosen)
-        data["singles"] = [asdict(s) for s in self.singles]
         return data
 
 

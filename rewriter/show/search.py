@@ -138,12 +138,6 @@ def _table(result: SearchResult, columns: Sequence[str]) -> Table:
 # --- the page ---
 
 
-def axis_of(points: Sequence[Point]) -> tuple[float, float]:
-    """The axis of rises: from the least above 0 to the largest."""
-    above = [p.rise.relative for p in points if p.rise.relative > 1e-6] or [0.01]
-    return min(above), max(max(above), min(above) * 10)
-
-
 def place(rise: float, low: float, high: float) -> float:
     """Place of a rise on the axis, from 0 to 1; what is exact, at 0."""
     if rise < low:
@@ -180,7 +174,8 @@ def _singles(singles: Sequence[Single], rewrites: Sequence[str]) -> list[tuple[s
 
 def speed_for_loss(result: SearchResult) -> str:
     """Speedups over rises in loss. The rise is logarithmic; what is exact stands at the left edge."""
-    low, high = axis_of(result.points)
+    above = [p.rise.relative for p in result.points if p.rise.relative > 1e-6] or [0.01]
+    low, high = min(above), max(max(above), min(above) * 10)
     speeds = [p.speedup for p in result.points]
     bottom, top = min(speeds), max(max(speeds), min(speeds) + 0.01)
     plot = Plot(24.0, lambda rise: place(rise, low, high), lambda speed: (speed - bottom) / (top - bottom))
