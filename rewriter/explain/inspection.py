@@ -204,7 +204,7 @@ _SHAPE = ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "causal", "w
 
 
 def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any] | None:
-    """Plans for `ranks` sequence ranks beside the tensor-parallel ones of `program`, best first.
+    """Plans for `ranks` sequence ranks times the tensor-parallel ones of `program`, best first.
 
     `tokens` is the length to plan for; without it, that for which the pass chooses. The setting is the pass's too.
     None on one rank and for a model whose attention is not recognised.

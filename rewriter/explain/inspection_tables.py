@@ -56,7 +56,7 @@ def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[s
 
 
 def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
-    """One row per block; layers that read alike are one group, in which i stands for the layer."""
+    """One row per block; layers with equal reads are one group, in which i stands for the layer."""
     whole = all(block["on_ranks"] == "split" for block in blocks)
     extra = ("reduction", "B/token", *(() if whole else ("on ranks",))) if sharded else ()
     columns = ("layer", "block", "reads", *extra)

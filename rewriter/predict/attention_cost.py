@@ -11,7 +11,7 @@ from torch import Tensor
 from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.passes.sequence.attention_shape import AttentionMessage, AttentionShape
 from rewriter.passes.sequence.distributed_attention import ALGORITHMS, axis_ranks, messages, slowest
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel, measured_as
+from rewriter.predict.kernel_cost import Item, Kernel, ModuleExchange, measured_as
 from rewriter.predict.workload import ForwardPass
 
 # of `runtime.attention.cached` where it makes a mask: where the new tokens stand, and which keys each of them sees
@@ -132,7 +132,7 @@ def _after_prompt(
         rows = shape.batch * shape.q_heads * queries
         nbytes = rows * (shape.value_dim * size + shape.accumulation_bytes) * across
         group = tuple(range(0, across * ranks[1], ranks[1]))
-        items.append(Exchange("all_gather", "sp", nbytes, group, "parts of attention"))
+        items.append(ModuleExchange("all_gather", "sp", nbytes, group, "parts of attention"))
         items.append(Kernel("merge", "glue", 2.0 * nbytes))
     return items
 
@@ -157,9 +157,9 @@ def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int)
 
 def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
     """Blocks of keys (and, in a grid, of queries) travel one by one, each while the tiles of the block before run."""
-    blocks: list[Exchange] = []
+    blocks: list[ModuleExchange] = []
     items: list[Item] = []
-    results: list[list[Exchange]] = [[], []]  # of rows and columns, then of heads
+    results: list[list[ModuleExchange]] = [[], []]  # of rows and columns, then of heads
     for message in sent:
         across = message.axis in ("heads", "plane")
         if message.results:
@@ -168,7 +168,7 @@ def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile:
             items.append(_exchange(message, plan, tp))
         else:
             pair = _ranks(message, plan, tp)[:2]
-            one = Exchange("send", "sp", message.nbytes // message.peers, pair, message.name)
+            one = ModuleExchange("send", "sp", message.nbytes // message.peers, pair, message.name)
             blocks += [one] * message.peers
     left = calls
     for i, block in enumerate(blocks):
@@ -178,16 +178,16 @@ def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile:
     return [*items, *[tile] * left, *results[0], *results[1]]
 
 
-def _exchange(message: AttentionMessage, plan: SequencePlan, tp: int) -> Exchange:
+def _exchange(message: AttentionMessage, plan: SequencePlan, tp: int) -> ModuleExchange:
     """A message as one collective: operands are gathered in a row or column, everything else changes ranks."""
     ranks = _ranks(message, plan, tp)
     if message.axis == "plane":
-        return Exchange("send", "sp", message.nbytes, ranks[:2], message.name)
+        return ModuleExchange("send", "sp", message.nbytes, ranks[:2], message.name)
     total = message.nbytes * (message.peers + 1) // message.peers
     kind: Literal["all_to_all", "all_gather"] = (
         "all_to_all" if message.axis == "heads" or message.results else "all_gather"
     )
-    return Exchange(kind, "sp", total, ranks, message.name)
+    return ModuleExchange(kind, "sp", total, ranks, message.name)
 
 
 def _ranks(message: AttentionMessage, plan: SequencePlan, tp: int) -> tuple[int, ...]:

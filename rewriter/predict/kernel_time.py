@@ -117,8 +117,8 @@ def _of_table(kernel: Kernel, rates: Rates) -> float | None:
     if kernel.work == "glue":
         return table.glue(kernel.nbytes, kernel.rows, kernel.columns if kernel.columns > 1 else 0, on)
     if kernel.work == "product":
-        alike = kernel.batches == 1
-        return table.product(kernel.rows, kernel.columns, kernel.depth, dtype, on) if alike else None
+        alone = kernel.batches == 1
+        return table.product(kernel.rows, kernel.columns, kernel.depth, dtype, on) if alone else None
     if not kernel.groups:
         return None
     if kernel.work == "experts":

@@ -212,7 +212,7 @@ def _phase(phase: Phase, seconds: float, silent: float) -> Phase:
 
 
 def cores(ranks: int, where: str) -> tuple[int, ...]:
-    """A separate core for each rank that computes on the CPU, where this process may use so many; else none."""
+    """A separate core for each rank that computes on the CPU, where this process may use enough; else none."""
     if where != "cpu" or not hasattr(os, "sched_getaffinity"):
         return ()
     usable = sorted(os.sched_getaffinity(0))

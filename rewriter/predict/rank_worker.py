@@ -54,7 +54,7 @@ class Spec:
     `job`: what is generated. `store`: where real ranks meet, the beginning of a file's path. `emulation`: values of an
     `EmulationConfig`, None where all ranks are real; `silent`: each module is measured once more with emulated
     collectives that take no time. `cores`: the CPU core of each rank, none for free choice. `repetitions`: of each pass
-    at least, after two that warm up. `largest`: where it is not 0, collectives of up to so many bytes are measured
+    at least, after two that warm up. `largest`: where it is not 0, collectives of at most these bytes are measured
     instead, and with `messages` messages between ranks; the result is a fabric's YAML.
     """
 

@@ -89,7 +89,7 @@ class Prediction:
     or never beats it, which `break_even_note` and `break_even_prefill_note` then say ("always", "never", "the same
     program" …). `memory_bytes_per_rank`: weights, cache at full length and activations of the prefill; `fits`: whether
     that is less than the device's memory. `kind`: the recipe's ("exact", "approximating", "timing only", or None for
-    an unknown). `notes`: in words, what the reader must know: what was estimated, passes that found nothing, …
+    an unknown). `notes`: what was estimated, passes that did nothing, …
 
     `seconds_per_token_interval`, `prefill_interval`, `speedup_interval`: (low, high) that hold the truth in 80 of 100
     cases (`predict.uncertainty`); None of what was measured.
@@ -159,7 +159,7 @@ class PredictedPoint:
 
 @dataclass(frozen=True)
 class SkippedRecipe:
-    """A recipe that was not predicted, and why, in words."""
+    """A recipe that was not predicted, and the reason."""
 
     recipe: str
     reason: str
@@ -169,7 +169,7 @@ class SkippedRecipe:
 class RecipeComparison:
     """Recipes on one fabric, in the order in which they were named; the first is what the others are compared with.
 
-    `model`: path or model type. `fabric`, `fabric_summary`: its name and what it is in words; `device`: its GPU.
+    `model`: path or model type. `fabric`, `fabric_summary`: its name and a sentence on it; `device`: its GPU.
     `pareto`: points by recipe name, empty where not asked for. `what_if`: changes to the delays, as the user wrote
     them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `baselines`: what
     users have today, where asked for: recipes that were not named, and replicas of the model on fewer ranks.

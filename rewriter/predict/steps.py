@@ -15,7 +15,7 @@ from rewriter.ir.communication import producer
 from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import parse_format, slice_length
 from rewriter.predict.forward import Forward, NodeWork
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel, axis_group
+from rewriter.predict.kernel_cost import Item, Kernel, ModuleExchange, axis_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Begin:
 
     `parts` run there one after the other: calls, and of a quantized collective the kernels between them. `exact` is the
     call that it would be unquantized. `reduction`: whether it is an all-reduce, which break-even varies. `aside`:
-    whether it runs on a stream of its own, as what is to overlap does; a sum that is waited for at once runs on the
+    whether it runs on another stream, as what is to overlap does; a sum that is waited for at once runs on the
     stream of the kernels.
     """
 
@@ -129,15 +129,15 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
     if not items:
         return
     name, layer = _name(node), marks(node).layer
-    if not any(isinstance(item, Exchange) for item in items):
-        yield TimelineRun(name, layer, items)  # type: ignore[arg-type]  # one tuple for all alike layers
+    if not any(isinstance(item, ModuleExchange) for item in items):
+        yield TimelineRun(name, layer, items)  # type: ignore[arg-type]  # one tuple for all equal layers
         return
     kernels: list[Kernel] = []
     waiting: list[tuple[int, Begin]] = []  # (items until it is waited for, what)
     for item in items:
         due = [begin for left, begin in waiting if left == 0]
         waiting = [(left - 1, begin) for left, begin in waiting if left > 0]
-        if (due or isinstance(item, Exchange)) and kernels:
+        if (due or isinstance(item, ModuleExchange)) and kernels:
             yield TimelineRun(name, layer, tuple(kernels))
             kernels = []
         yield from (Await(begin) for begin in due)

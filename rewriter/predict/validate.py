@@ -49,7 +49,7 @@ def how_real(job: Workload, bytes_per_rank: int) -> tuple[str, str]:
 def validate(programs: Sequence[tuple[str, Program]], job: Workload, named: Cluster, launches: int) -> Validation:
     """Run every recipe's program on `job.tp` real ranks, and on one with emulated peers, in turns.
 
-    On GPUs the peers have the delays of the fabric `named`; on CPUs those that so many real ranks measure first. Where
+    On GPUs the peers have the delays of the fabric `named`; on CPUs those that real ranks measure first. Where
     this machine cannot run all ranks, the result says why. Raises RewriterError with the reason of a rank that fails.
     """
     try:

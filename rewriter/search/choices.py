@@ -59,7 +59,7 @@ BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
 
 
 @dataclass(frozen=True, order=True)
-class Placement:
+class PlacedRewrite:
     """A rewrite from layer `start` on."""
 
     start: int
@@ -80,7 +80,7 @@ class Mix:
     `base` is the exact recipe around them: tensor-parallel, or one that shards tokens.
     """
 
-    placements: tuple[Placement, ...] = ()
+    placements: tuple[PlacedRewrite, ...] = ()
     formats: tuple[tuple[int, str], ...] = ()
     base: str = "tensor-parallel"
 
@@ -115,7 +115,7 @@ class Mix:
         return dict(counts)
 
 
-def mix_of(placements: Sequence[Placement], formats: Mapping[int, str] | None = None, base: str = Mix.base) -> Mix:
+def mix_of(placements: Sequence[PlacedRewrite], formats: Mapping[int, str] | None = None, base: str = Mix.base) -> Mix:
     """A mix with its parts in order, so that equal mixes have equal keys."""
     return Mix(tuple(sorted(placements)), tuple(sorted((formats or {}).items())), base)
 

@@ -12,7 +12,7 @@ from rewriter.predict.candidates import Candidates
 from rewriter.predict.results import generation_seconds
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, Mix, Placement, mix_of, recipe_of
+from rewriter.search.choices import BY_NAME, Mix, PlacedRewrite, mix_of, recipe_of
 from rewriter.search.computed import keep_shared
 
 
@@ -90,7 +90,7 @@ def gain_of(
     room = room[1:] or room
     for some in ([room[len(room) // 2]], room):
         formats = {n: format for start in some for n in range(start, start + length) if format}
-        speed = gains.speed(mix_of([Placement(start, rewrite) for start in some if rewrite], formats, base))
+        speed = gains.speed(mix_of([PlacedRewrite(start, rewrite) for start in some if rewrite], formats, base))
         if speed is None or standard is None:
             return None
         times.append(standard.seconds - speed.seconds)

@@ -103,7 +103,7 @@ def parts(phase: Phase) -> dict[str, float]:
 
 
 def setting(comparison: RecipeComparison) -> str:
-    """The job in words: "tp 8 on 2 nodes, batch 1, 1,024 + 512 tokens, eager"."""
+    """The job: "tp 8 on 2 nodes, batch 1, 1,024 + 512 tokens, eager"."""
     if not comparison.predictions:
         return ""
     p = comparison.predictions[0]

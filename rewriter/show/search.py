@@ -16,12 +16,12 @@ from rewriter.common.svg import log_ticks, path, svg, ticks
 from rewriter.common.tables import plain_table
 from rewriter.passes.selection import spans
 from rewriter.search.choices import DOES, Mix
-from rewriter.search.result import Point, Rise, SearchResult, Single
+from rewriter.search.result import Rise, SearchPoint, SearchResult, Single
 from rewriter.show.charts import HEIGHT, SHAPES, WIDTH, Plot
 from rewriter.show.page import render
 
 COLUMNS = ("per token", "speedup", "rise in loss", "KL", "estimated", "held out")
-NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix beside all of them
+NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix and all of them
 LEGEND = (
     "Rise: of the loss on the calibration text, as a share of it, ± its standard error. KL: from the original, nats "
     "per token; estimated before it was measured. Held out: the rise on text that nothing was chosen by."
@@ -59,7 +59,7 @@ def model_name(result: SearchResult) -> str:
 
 
 def setting(result: SearchResult) -> str:
-    """The job in words."""
+    """The job, as a phrase."""
     load, ranks = result.workload, math.prod(result.ranks.values())
     job = f"batch {load['batch']}, {load['prompt']:,} + {load['generate']:,} tokens"
     return f"{ranks} ranks, {job}, a rise in loss of {share(result.budget)} at most"
@@ -98,7 +98,7 @@ def notes(result: SearchResult) -> list[str]:
     return said
 
 
-def cells(point: Point) -> dict[str, str]:
+def cells(point: SearchPoint) -> dict[str, str]:
     """Cells of COLUMNS, for terminal and page."""
     return {
         "per token": duration(point.speed.decode),

@@ -70,7 +70,7 @@ def bisect_output(
     with scratch_folder("bisect") as scratch:
         progress("tracing")
         opened = reopen(root, manifest, original, scratch, trust_remote_code)
-        out = _Output(opened, original is not None and manifest.adaptation is None, changed, report, progress)
+        out = _BisectedOutput(opened, original is not None and manifest.adaptation is None, changed, report, progress)
         out.files()
         if report.fault is None:
             check_weights(root, manifest)
@@ -83,7 +83,7 @@ def bisect_output(
 
 
 @dataclass(frozen=True)
-class _Output:
+class _BisectedOutput:
     """An output that is bisected; faults and steps are added to its `report`. `compared`: its weights have a
     counterpart in the source. `changed`: the files whose hash is not the manifest's."""
 

@@ -131,7 +131,7 @@ def record(
 
 # --- the reference ---------------------------------------------------------------------------------------------------
 
-Call = tuple[nn.Module, torch.Tensor | None, torch.Tensor | None]
+ModuleCall = tuple[nn.Module, torch.Tensor | None, torch.Tensor | None]
 """(module, what it is given, what it returns)."""
 
 
@@ -142,7 +142,7 @@ def _tensor(tree: Any) -> torch.Tensor | None:
     return None if first is None else first.detach().clone()  # some models add in place
 
 
-def _last_pass(calls: list[Call]) -> dict[Point, torch.Tensor]:
+def _last_pass(calls: list[ModuleCall]) -> dict[Point, torch.Tensor]:
     """Values of the last call, which is that of a whole model, by the paths of its modules.
 
     Modules that are called several times are left out: which call is meant is not known.
@@ -165,7 +165,7 @@ def expected_values(reference: Reference, model: PreTrainedModel, ids: torch.Ten
 
     The residual stream is given by number, before each block and at the end, where the reference keeps it.
     """
-    calls: dict[str, list[Call]] = {}  # by the thread that makes them: one for each rank
+    calls: dict[str, list[ModuleCall]] = {}  # by the thread that makes them: one for each rank
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = module, _tensor((args, kwargs)), _tensor(output)

@@ -15,8 +15,8 @@ from rewriter.ir.simulate import load_weights, simulate
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.recipes.apply import apply_recipe
-from rewriter.search.choices import FORMATS, REWRITES, Mix, Placement, mix_of, recipe_of
-from rewriter.search.computed import Change, Computed
+from rewriter.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.search.computed import Computed, WindowChange
 from rewriter.search.measurements import Measurements, Store, StreamedWeights
 from rewriter.search.texts import Text, text_for
 from rewriter.tracing import trace
@@ -67,7 +67,7 @@ def converted(program: Program, mix: Mix, weights: Mapping[str, torch.Tensor], w
     return torch.cat([simulate(whole, ids[None], weights=weights) for ids in windows])
 
 
-def same(found: Change, wanted: tuple[float, float]) -> None:
+def same(found: WindowChange, wanted: tuple[float, float]) -> None:
     assert found.divergence == pytest.approx(wanted[0], rel=2e-3, abs=2e-4)
     assert found.rise == pytest.approx(wanted[1], rel=2e-3, abs=1e-3)
 
@@ -77,7 +77,7 @@ def every() -> list[Mix]:
     found = []
     for rewrite in REWRITES:
         last = searched.LAYERS - rewrite.layers
-        found += [mix_of([Placement(start, rewrite.name)]) for start in sorted({0, 2, last}) if start <= last]
+        found += [mix_of([PlacedRewrite(start, rewrite.name)]) for start in sorted({0, 2, last}) if start <= last]
     return found + [mix_of([], {layer: format}) for layer in (0, 5) for format in FORMATS]
 
 
