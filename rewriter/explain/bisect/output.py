@@ -114,10 +114,11 @@ class _BisectedOutput:
     def _where_it_shows(self, fault: Fault) -> Fault:
         """A changed value of the config, at the first module that computes something else by it, if it can be run."""
         opened = self.opened
+        weights = load_weights(opened.origin, torch.float32)
         try:
             with scratch_folder("bisect") as scratch:
-                own = reopen(opened.root, opened.manifest, None, scratch)
-            parting = first_parting(_values(own.origin), _values(opened.origin), REAL_WEIGHTS)
+                changed = reopen(opened.root, opened.manifest, None, scratch).origin
+                parting = first_parting(_values(changed, weights), _values(opened.origin, weights), REAL_WEIGHTS)
         except RewriterError as error:
             return replace(fault, cause=f"{fault.cause}; {error}")
         if parting is None:
@@ -174,7 +175,8 @@ class _BisectedOutput:
         elif manifest.runtime and ranks <= MOST_RANKS:
             module = manifest.runtime[mesh_name(manifest.mesh)].module
             forms.append(("sharded module", module, lambda: rank_logits(opened.root, ranks, ids)))
-        right = _values(single_device(opened.program), self._held(single_device(opened.program)))[LOGITS]
+        program = single_device(opened.program)
+        right = _values(program, self._held(program))[LOGITS]
         for name, file, run in forms:
             self.progress(f"running the {name}")
             error = difference((run()[0],), right, partial=False)
@@ -184,19 +186,18 @@ class _BisectedOutput:
             if self.report.fault is not None:
                 return
 
-    def _held(self, program: Program) -> Mapping[str, torch.Tensor] | None:
-        """Weights of a program as precise as the output holds them; None: as the program gives them."""
+    def _held(self, program: Program) -> Mapping[str, torch.Tensor]:
+        """Weights of a program in fp32, as precise as the output holds them."""
         job: Mapping[str, Any] = self.opened.manifest.job or {}
         if not self.compared or not (job.get("dtype") or job.get("dequantize")):
-            return None
+            return load_weights(program, torch.float32)
         layout, known = self.opened.planned(), program.parameters.items()
         return {name: layout.held(p.expression) for name, p in known if p.expression is not None}
 
 
-def _values(program: Program, weights: Mapping[str, torch.Tensor] | None = None) -> Values:
-    """Values of a program in fp32, by default from its own weights."""
-    held = load_weights(program, torch.float32) if weights is None else weights
-    return record(program, golden_tokens(program), held).shown()
+def _values(program: Program, weights: Mapping[str, torch.Tensor]) -> Values:
+    """Values of a program."""
+    return record(program, golden_tokens(program), weights).shown()
 
 
 def _wrong(
