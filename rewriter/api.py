@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rewriter.adapt.options import AdaptOptions
     from rewriter.convert.report import ConversionReport
     from rewriter.explain.bisect.finding import Bisection
-    from rewriter.explain.diff.compare import DiffReport
+    from rewriter.explain.diff.differences import DiffReport
     from rewriter.explain.inspection import Inspection
     from rewriter.ir import Program
     from rewriter.output.manifest import Manifest

@@ -20,10 +20,10 @@ from benchmarks.healing import page as healing_page
 from benchmarks.predict.backtest_points import traced
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import load_fabric
-from rewriter.predict.analytic import Candidate, Predictor
+from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.candidates import Candidates
-from rewriter.predict.generation_memory import bytes_per_rank
+from rewriter.predict.workload import Cluster as RankCluster
 from rewriter.predict.workload import Workload
 from rewriter.recipes.apply import load_recipe
 
@@ -166,7 +166,8 @@ def predictors(fabric: str, degree: int, batch: int) -> list[Predictor]:
     found = load_fabric(fabric)
     workload = Workload(batch=batch, prompt=PROMPT, generate=GENERATE, tp=degree)
     fused = degree > 1 and "fused" in found.backends
-    return [Predictor(found, workload, library=library) for library in ((None, "fused") if fused else (None,))]
+    libraries = (None, "fused") if fused else (None,)
+    return [Predictor(workload, RankCluster(found, library=library)) for library in libraries]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

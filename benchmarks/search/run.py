@@ -41,14 +41,14 @@ from rewriter.predict.candidates import all_recipes
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
-from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement, mix_of
-from rewriter.search.computed import SCHEDULES, Change, as_computed
+from rewriter.search.choices import BY_NAME, FORMATS, Mix, PlacedRewrite, mix_of
+from rewriter.search.computed import SCHEDULES, WindowChange, as_computed
 from rewriter.search.gains import Gains
 from rewriter.search.measurements import Measurements
 from rewriter.search.result import SearchResult, rise_of
 from rewriter.search.run import Asked, opened
 from rewriter.search.run import search as run
-from rewriter.show.search_tables import named, share
+from rewriter.show.search import named, share
 
 RANDOM = 200
 MINUTES = 30.0
@@ -98,13 +98,13 @@ def _rise(measured: Measurements, program: Program, recipe: Recipe, weights: dic
         exact = all(p.effect == "exact" for p in recipe.build())
         changes = [] if exact else _changes(measured, program, recipe, weights)
         measured.store.put({key: [[c.divergence, c.rise, c.tokens, c.predicted] for c in changes]})
-    changes = [Change(*change) for change in measured.store.values[key]]
+    changes = [WindowChange(*change) for change in measured.store.values[key]]
     return rise_of(changes, measured.loss(), measured.text.own).relative if changes else 0.0
 
 
 def _changes(
     measured: Measurements, program: Program, recipe: Recipe, weights: dict[str, torch.Tensor]
-) -> list[Change]:
+) -> list[WindowChange]:
     disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
     rewritten, _ = apply_recipe(program, recipe, measured.computed.ranks, disable)
     whole = as_computed(rewritten)
@@ -135,7 +135,7 @@ def drawn(measured: Measurements, gains: Gains, bases: list[str], count: int, sl
 
 def _random_mix(draw: random.Random, applicable: list[Mix], layers: int, base: str) -> Mix:
     wanted = round(layers ** draw.random())
-    placed: dict[int, Placement] = {}
+    placed: dict[int, PlacedRewrite] = {}
     formats: dict[int, str] = {}
     for mix in draw.sample(applicable, len(applicable)):
         if len(placed) + len(formats) >= wanted:
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _print(found: SearchResult, others: list[Other]) -> None:
     from rich.console import Console
 
-    from rewriter.show.search_tables import SearchReport
+    from rewriter.show.search import SearchReport
 
     Console(highlight=False).print(SearchReport(found))
     standard = found.standard.seconds

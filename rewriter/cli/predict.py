@@ -99,7 +99,7 @@ def _write_page(
     from rewriter.cli.fabric_tables import figures_of
     from rewriter.common.files import write_text
     from rewriter.fabric import load_fabric
-    from rewriter.show.predict_page import predict_page
+    from rewriter.show.predict import predict_page
 
     figures = [(row["figure"], row["text"], row["source"]) for row in figures_of(load_fabric(fabric))]
     write_text(file, predict_page(comparison, shlex.join(["rewrite", *words]), figures, validation), "--html")
@@ -122,7 +122,7 @@ def _print_json(comparison: RecipeComparison, validation: Validation | None) -> 
 def _print_tables(comparison: RecipeComparison, validation: Validation | None, pareto: bool, html: Path | None) -> None:
     from rich.console import Console
 
-    from rewriter.show.predict_tables import ComparisonReport
+    from rewriter.show.predict import ComparisonReport
 
     console = Console(highlight=False)
     console.print(ComparisonReport(comparison, pareto))

@@ -69,7 +69,7 @@ def search(
         )  # fmt: skip
     write_text(recipe, result.recipe, "--out")
     if html is not None:
-        from rewriter.show.search_page import search_page
+        from rewriter.show.search import search_page
 
         write_text(html, search_page(result, shlex.join(["rewrite", *(context.obj or [])])), "--html")
     if json:
@@ -93,7 +93,7 @@ def _name(model: str) -> str:
 def _print(result: SearchResult, model: str, recipe: Path, html: Path | None) -> None:
     from rich.console import Console
 
-    from rewriter.show.search_tables import SearchReport
+    from rewriter.show.search import SearchReport
 
     Console(highlight=False).print(SearchReport(result))
     if html is not None:

@@ -1,1 +1,1 @@
-"""What this machine has, which commands will work on it, and what is missing."""
+"""Versions and devices of this machine, commands that work on it, and what is missing."""

@@ -1,4 +1,4 @@
-"""`rewrite doctor`: what this machine has, and which commands work with it. Imports nothing slow but torch."""
+"""`rewrite doctor`: versions and devices, and the commands that work with them. Imports nothing slow but torch."""
 
 from __future__ import annotations
 
@@ -127,15 +127,15 @@ def _installed(package: str) -> str | None:
 def _versions() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} (tried {', '.join(TRIED['python'])})")
     for package in (*_NEEDED, *_OPTIONAL):
-        found, wanted, tried = _installed(package), supported(package), TRIED.get(package)
-        if found is not None and wanted.contains(Version(found), prereleases=True):
+        here, wanted, tried = _installed(package), supported(package), TRIED.get(package)
+        if here is not None and wanted.contains(Version(here), prereleases=True):
             known = [f"supported {wanted}"] * bool(wanted) + ([f"tried {', '.join(tried)}"] if tried else [])
-            yield Finding(package, "ok", found + (f" ({'; '.join(known)})" if known else ""))
+            yield Finding(package, "ok", here + (f" ({'; '.join(known)})" if known else ""))
         elif package in _NEEDED:
-            value = "not installed" if found is None else f"{found} (supported {wanted})"
+            value = "not installed" if here is None else f"{here} (supported {wanted})"
             yield Finding(package, "missing", value, f"pip install '{package}{wanted}'")
         else:
-            yield Finding(package, "note", f"{found or 'not installed'} ({_OPTIONAL[package]})")
+            yield Finding(package, "note", f"{here or 'not installed'} ({_OPTIONAL[package]})")
 
 
 def _machine() -> Iterator[Finding]:
@@ -158,8 +158,8 @@ def _machine() -> Iterator[Finding]:
     yield Finding("backends", "ok" if "gloo" in backends else "missing", ", ".join(backends) or "none",
                   "" if "gloo" in backends else "Install a torch with gloo")  # fmt: skip
     compiler = os.environ.get("CXX", "g++")
-    found = shutil.which(compiler)
-    yield Finding("C++", "ok", found) if found else Finding("C++", "note", f"{compiler} not found", "Install g++")
+    place = shutil.which(compiler)
+    yield Finding("C++", "ok", place) if place else Finding("C++", "note", f"{compiler} not found", "Install g++")
     if Path("/dev/shm").exists() and (free := shutil.disk_usage("/dev/shm").free) < _SHARED_MEMORY:
         yield Finding("shared memory", "note", f"{size(free)} free in /dev/shm",
                       "Start the container with --shm-size=1g")  # fmt: skip

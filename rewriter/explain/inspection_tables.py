@@ -56,7 +56,7 @@ def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[s
 
 
 def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
-    """One row per block; layers that read alike are one group, in which i stands for the layer."""
+    """One row per block; layers with equal reads are one group, in which i stands for the layer."""
     whole = all(block["on_ranks"] == "split" for block in blocks)
     extra = ("reduction", "B/token", *(() if whole else ("on ranks",))) if sharded else ()
     columns = ("layer", "block", "reads", *extra)
@@ -120,8 +120,8 @@ def _reduction(block: Mapping[str, Any]) -> str:
 # --- communication and memory ----------------------------------------------------------------------------------------
 
 
-def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableType:
-    before, after = found["before"], found["after"]
+def _communication(traffic: Mapping[str, Any], recipe: str | None) -> RenderableType:
+    before, after = traffic["before"], traffic["after"]
     if not before["total"]["collectives"] and not (after and after["total"]["collectives"]):
         return Text.from_markup("[bold]Communication[/]\none device: nothing is communicated. --tp N shows N ranks.")
     sides = [("standard", before), *([(recipe or "after", after)] if after else [])]
@@ -142,7 +142,7 @@ def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableTy
                 for q in quantized
             ]
             table.add_row("  quantized", *cells)
-    table.caption = found["convention"]
+    table.caption = traffic["convention"]
     return table
 
 
@@ -168,15 +168,15 @@ _PLANS_SHOWN = 8
 _SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
 
-def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
+def _sequence(ranking: Mapping[str, Any]) -> list[RenderableType]:
     """The best plans, the best of each kind and the chosen one, with what they cost; then what is to be said."""
     heads = " + ".join(
         f"{a['layers']} layers of {a['q_heads']}:{a['kv_heads']} heads{' with a window' if a['window'] else ''}"
-        for a in found["attention"]
+        for a in ranking["attention"]
     )
     kinds: set[str] = set()
     shown: list[tuple[int, Mapping[str, Any]]] = []
-    for place, plan in enumerate(found["plans"], 1):
+    for place, plan in enumerate(ranking["plans"], 1):
         if place <= _PLANS_SHOWN or plan["kind"] not in kinds or plan["chosen"]:
             shown.append((place, plan))
         kinds.add(plan["kind"])
@@ -185,7 +185,9 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
     memory = _unit(min(p["memory_saved"] for _, p in shown), BYTES)
     time = _unit(min(min(p["seconds_forward"], p["seconds_backward"]) for _, p in shown), _SECONDS)
     right = ("", f"sent, {traffic[1]}", f"memory, {memory[1]}", f"time, {time[1]}", "waiting", "× bound")
-    title = f"Attention over {found['ranks']} ranks, {found['tokens']:,} tokens: all layers, the rank that sends most"
+    title = (
+        f"Attention over {ranking['ranks']} ranks, {ranking['tokens']:,} tokens: all layers, the rank that sends most"
+    )
     table = plain_table(title, "", "plan", *right[1:], numbers=right, fold=("plan", *right))
     table.columns[1].no_wrap = True
     for place, plan in shown:
@@ -200,7 +202,7 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
             f"{plan['times_lower_bound']:.2f}",
             style="bold" if plan["chosen"] else "",
         )
-    bound, fabric = found["lower_bound"], found["fabric"]
+    bound, fabric = ranking["lower_bound"], ranking["fabric"]
     table.caption = (
         f"{heads}. A grid is heads × rows × columns: heads are exchanged, then queries travel in rows, keys and values "
         f"in columns. Sent and time: forward + backward. Memory: kept for backward + needed at the peak of one layer. "
@@ -209,14 +211,14 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
         f"{fabric['between']['bandwidth'] / 1e9:.0f} GB/s between nodes. Plans within 5 % of the fastest stand in "
         f"order of bytes. Least of any algorithm: {size(round(bound['forward']))} + {size(round(bound['backward']))}."
     )
-    said = list(found["notes"])
-    for entry in found["refused"]:
+    said = list(ranking["notes"])
+    for entry in ranking["refused"]:
         grids = ", ".join("×".join(map(str, grid)) for grid in entry["grids"])
         said.append(f"Not possible: {entry['reason']} (grid {grids}).")
-    chosen = found["chosen"]["name"]
+    chosen = ranking["chosen"]["name"]
     if not all(plan["fits"] for _, plan in shown):
         said.insert(0, "! More than the device's memory.")
-    said.insert(0, f"Chosen: {chosen}." if found["applied"] else f"Best: {chosen}. No recipe applies it here.")
+    said.insert(0, f"Chosen: {chosen}." if ranking["applied"] else f"Best: {chosen}. No recipe applies it here.")
     return [table, Text("\n".join(said))]
 
 
@@ -244,12 +246,12 @@ _HELD = {
 }
 
 
-def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
+def _memory(held: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
     title = "Memory per rank" if mesh else "Memory"
     table = plain_table(title, "", "bytes", numbers=("bytes",), fold=("", "bytes"))
     for key, label in _HELD.items():
-        if (key != "parameters" or mesh) and (key != "windowed_cache_per_token" or found[key]):
-            table.add_row(label, size(found[key]))
+        if (key != "parameters" or mesh) and (key != "windowed_cache_per_token" or held[key]):
+            table.add_row(label, size(held[key]))
     if mesh.get("sp", 1) > 1:
         table.caption = f"A rank computes and caches one in {mesh['sp']} tokens."
     return table

@@ -1,1 +1,1 @@
-"""What a recipe gains on a fabric, before anyone rents it: prediction from a config alone, without a GPU."""
+"""Gains of recipes on a fabric, before anyone rents it: predicted from a config alone, without a GPU."""

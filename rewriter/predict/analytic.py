@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import Call, Delay, Fabric, WhatIf
-from rewriter.ir import Program
-from rewriter.ir.communication import model_dtype
+from rewriter.fabric import Call, Delay, Fabric, WhatIf, load_fabric
+from rewriter.ir import Program, args_of
+from rewriter.ir.communication import model_dtype, model_dtype_bytes
+from rewriter.ir.marks import marks
 from rewriter.passes.base import Effect
+from rewriter.passes.placement.rank_memory import cache_elements, memory
+from rewriter.passes.sequence.sequence_plans import attentions
 from rewriter.predict import uncertainty
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.forward import Runner
-from rewriter.predict.generation_memory import bytes_per_rank
+from rewriter.predict.kernel_time import rates_of
 from rewriter.predict.results import (
     Phase,
     PredictedPoint,
@@ -23,11 +26,10 @@ from rewriter.predict.results import (
     SkippedRecipe,
     generation_seconds,
 )
-from rewriter.predict.roofline import rates_of
 from rewriter.predict.steps import Begin, Place, Step, TimelineRun, steps
 from rewriter.predict.timeline import KernelDurations, Timeline
 from rewriter.predict.uncertainty import interval
-from rewriter.predict.workload import ForwardPass, Workload
+from rewriter.predict.workload import Cluster, ForwardPass, Workload
 
 
 @dataclass(frozen=True)
@@ -53,65 +55,61 @@ class _Simulated:
     notes: tuple[str, ...]
     changed: tuple[tuple[float, float], ...] = ()  # seconds of both, with each uncertain term off
 
+    @property
+    def seconds(self) -> list[tuple[float, float]]:
+        """Seconds of both passes, as they are and with each uncertain term off."""
+        return [(self.prefill.seconds, self.decode.seconds), *self.changed]
+
 
 @dataclass
 class Predictor:
-    """Predicts programs on one fabric. It keeps what modules cost, which programs of one model share.
+    """Predicts programs on one fabric, whose ranks are spread evenly over the workload's nodes. It keeps what modules
+    cost, which programs of one model share."""
 
-    `nodes`: over how many nodes the ranks of a program are spread evenly; None: as few as hold them. `library`: whose
-    collectives, of those that the fabric has tables of; None: the fabric's own choice.
-    """
-
-    fabric: Fabric
     workload: Workload
-    what_if: tuple[str, ...] = ()
-    nodes: int | None = None
-    library: str | None = None
+    cluster: Cluster
     runner: Runner = field(default_factory=Runner)
     durations: dict[object, KernelDurations] = field(default_factory=dict)
     known: dict[Call, Delay] = field(default_factory=dict)
-    changes: dict[int, list[tuple[uncertainty.Change, KernelDurations]]] = field(default_factory=dict)
+    changes: dict[int, list[tuple[KernelDurations, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        model = self.fabric.delay_model(self.library, graphed=self.workload.graphed)
-        self.model = WhatIf.parse(model, self.what_if)
+        named = self.cluster.fabric
+        self.fabric = named if isinstance(named, Fabric) else load_fabric(named)
+        model = self.fabric.delay_model(self.cluster.library, graphed=self.workload.graphed)
+        self.model = WhatIf.parse(model, self.cluster.what_if)
 
     def compare(
-        self,
-        model: str,
-        candidates: Sequence[Candidate],
-        skipped: Sequence[SkippedRecipe] = (),
+        self, model: str, candidates: Sequence[Candidate], skipped: Sequence[SkippedRecipe] = ()
     ) -> RecipeComparison:
         """All candidates, the first being what the others are compared with.
 
         Raises RewriterError where the first cannot be simulated; others that cannot are in the result's `skipped`.
         """
-        found: list[Prediction] = []
-        compared: list[BreakEven] = []
+        predictions: list[Prediction] = []
         lacking: list[SkippedRecipe] = []
-        changed: _Simulated | None = None
+        first: tuple[_Simulated, list[BreakEven]] | None = None
         for candidate in candidates:
             try:
-                simulated = self._with_changes(candidate.program, self.simulate(candidate.program))
+                done = self._with_changes(candidate.program, self.simulate(candidate.program))
             except RewriterError as error:  # the fabric has no answer for what it communicates
-                if not found:
+                if first is None:
                     raise
                 lacking.append(SkippedRecipe(candidate.recipe, str(error)))
                 continue
-            found.append(self._prediction(candidate, simulated, compared, found, changed))
-            if not compared:
-                changed = simulated
+            predictions.append(self._prediction(candidate, done, first))
+            if first is None:
                 durations = self._durations(candidate.program).without_skew()
-                compared = [BreakEven(made, durations, self._delay) for made in simulated.steps]
+                first = done, [BreakEven(made, durations, self._delay) for made in done.steps]
         return RecipeComparison(
             model=model,
             fabric=self.fabric.name,
             fabric_summary=self.fabric.summary,
             device=self.fabric.device.name,
             modelled=self.fabric.modelled,
-            predictions=tuple(found),
+            predictions=tuple(predictions),
             pareto={},
-            what_if=self.what_if,
+            what_if=self.cluster.what_if,
             skipped=(*skipped, *lacking),
         )
 
@@ -131,20 +129,20 @@ class Predictor:
         if id(usual) not in self.changes:
             ran = [kernel for step in done.steps[1] if isinstance(step, TimelineRun) for kernel in step.kernels]
             listed = uncertainty.changes(usual.rates, ran, self.fabric.modelled)
-            self.changes[id(usual)] = [(change, KernelDurations(change.rates)) for change in listed]
-        found: list[tuple[float, float]] = []
-        for change, durations in self.changes[id(usual)]:
+            self.changes[id(usual)] = [(KernelDurations(rates), times) for rates, times in listed]
+        seconds: list[tuple[float, float]] = []
+        for durations, slower in self.changes[id(usual)]:
 
-            def delays(begin: Begin, call: Call, times: float = change.collectives) -> Delay:
+            def delays(begin: Begin, call: Call, times: float = slower) -> Delay:
                 delay = self._delay(begin, call)
                 return delay if times == 1.0 else delay.lasting(delay.seconds * times)
 
             first, later = (Timeline(durations, delays, record=False).run(listed) for listed in done.steps)
-            found.append((first, later))
+            seconds.append((first, later))
         if self.workload.served:
             times = math.exp(uncertainty.SERVER)
-            found.append((done.prefill.seconds * times, done.decode.seconds * times))
-        return replace(done, changed=tuple(found))
+            seconds.append((done.prefill.seconds * times, done.decode.seconds * times))
+        return replace(done, changed=tuple(seconds))
 
     def point(self, program: Program, batch: int) -> PredictedPoint:
         """One choice of ranks (the program's) and batch."""
@@ -161,40 +159,22 @@ class Predictor:
             fits=held <= self.fabric.device.memory,
         )
 
-    def pareto(
-        self, program_at: Callable[[int], Program | None], degrees: Sequence[int], batches: Sequence[int]
-    ) -> tuple[PredictedPoint, ...]:
-        """Points of a recipe; `program_at` gives its program for a number of ranks, None where it cannot be applied.
-
-        Where the fabric cannot hold so many ranks there is no point either.
-        """
-        points: list[PredictedPoint] = []
-        for degree in degrees:
-            program = program_at(degree)
-            if program is None:
-                continue
-            try:
-                points += [self.point(program, batch) for batch in batches]
-            except RewriterError:
-                continue
-        return with_front(points)
-
     # --- one recipe ---
 
     def _prediction(
-        self,
-        candidate: Candidate,
-        done: _Simulated,
-        first: Sequence[BreakEven],
-        before: Sequence[Prediction],
-        compared: _Simulated | None,
+        self, candidate: Candidate, done: _Simulated, first: tuple[_Simulated, list[BreakEven]] | None
     ) -> Prediction:
         load, program = self.workload, candidate.program
-        rate = load.batch * load.generate / generation_seconds(done.prefill, done.decode, load.generate)
         held = self._held(program, load.batch)
         even: list[tuple[float | None, str | None]] = [(None, "the first recipe")] * 2
-        if first:
-            even = [compared.of(made) for compared, made in zip(first, done.steps, strict=True)]
+        if first is not None:
+            even = [compared.of(made) for compared, made in zip(first[1], done.steps, strict=True)]
+        # a generation's seconds, as it is and with each term off, which is off for both recipes
+        theirs, ours = (
+            [prefill + (load.generate - 1) * decode for prefill, decode in one.seconds]
+            for one in (done if first is None else first[0], done)
+        )
+        speedup, *changed = (a / b for a, b in zip(theirs, ours, strict=True))
         return Prediction(
             recipe=candidate.recipe,
             fabric=self.fabric.name,
@@ -208,8 +188,8 @@ class Predictor:
             graphed=load.graphed,
             prefill=done.prefill,
             decode=done.decode,
-            tokens_per_second=rate,
-            speedup=rate / before[0].tokens_per_second if before else 1.0,
+            tokens_per_second=load.batch * load.generate / ours[0],
+            speedup=speedup,
             break_even_prefill_seconds=even[0][0],
             break_even_prefill_note=even[0][1],
             break_even_seconds=even[1][0],
@@ -220,26 +200,11 @@ class Predictor:
             kind=candidate.kind,
             seconds_per_token_interval=interval(done.decode.seconds, [decode for _, decode in done.changed]),
             prefill_interval=interval(done.prefill.seconds, [prefill for prefill, _ in done.changed]),
-            speedup_interval=self._speedups(done, compared),
+            speedup_interval=interval(speedup, changed),
         )
-
-    def _speedups(self, done: _Simulated, compared: _Simulated | None) -> tuple[float, float]:
-        """The interval of a recipe's speedup over `compared`: a term is off for both."""
-        if compared is None:
-            return 1.0, 1.0
-        tokens = self.workload.generate - 1
-
-        def whole(prefill: float, decode: float) -> float:
-            return prefill + tokens * decode
-
-        speedup = whole(compared.prefill.seconds, compared.decode.seconds) / whole(
-            done.prefill.seconds, done.decode.seconds
-        )
-        pairs = zip(compared.changed, done.changed, strict=True)
-        return interval(speedup, [whole(*theirs) / whole(*ours) for theirs, ours in pairs])
 
     def _said(self, program: Program, done: _Simulated) -> tuple[str, ...]:
-        """What must be known of how its collectives' times were found."""
+        """Notes on where the times of its kernels and collectives are from."""
         durations = self._durations(program)
         whole, known = done.decode.compute_seconds, done.decode.measured_seconds
         table = durations.rates.table
@@ -249,8 +214,8 @@ class Predictor:
             share = min(1.0, known / whole) if whole else 0.0
             said = f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
         calls = [p for made in done.steps for s in made if isinstance(s, Begin) for p in s.parts if isinstance(p, Call)]
-        found = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
-        return (said, *found)
+        notes = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
+        return (said, *notes)
 
     def _held(self, program: Program, batch: int) -> int:
         load = self.workload
@@ -271,18 +236,18 @@ class Predictor:
 
     def _delay(self, begin: Begin, call: Call) -> Delay:
         if call not in self.known:
-            found = self.model.delay(call)
-            if not 0.0 <= found.seconds < math.inf or not 0.0 <= found.transfer < math.inf:
+            delay = self.model.delay(call)
+            if not 0.0 <= delay.seconds < math.inf or not 0.0 <= delay.transfer < math.inf:
                 raise RewriterError(
                     f"{self.fabric.name}: {call.kind} of {call.nbytes} bytes among {call.size} ranks takes "
-                    f"{found.seconds:g} s, of which {found.transfer:g} s are its transfer; expected finite durations, "
+                    f"{delay.seconds:g} s, of which {delay.transfer:g} s are its transfer; expected finite durations, "
                     "0 or more. Correct the fabric's model, or --what-if"
                 )
-            self.known[call] = found
+            self.known[call] = delay
         return self.known[call]
 
     def _nodes(self, program: Program) -> int:
-        return self.nodes or self._fewest(math.prod(program.mesh.values()))
+        return self.workload.nodes or self._fewest(math.prod(program.mesh.values()))
 
     def _fewest(self, ranks: int) -> int:
         return next(n for n in range(-(-ranks // self.fabric.node), ranks + 1) if ranks % n == 0)
@@ -309,3 +274,34 @@ def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
         return one.fits and faster <= 0 <= fuller and (faster, fuller) != (0, 0)
 
     return tuple(replace(p, front=p.fits and not any(beats(other, p) for other in points)) for p in points)
+
+
+def bytes_per_rank(
+    program: Program, batch: int, prompt: int, generate: int, *, plain: bool = False, all_logits: bool = False
+) -> int:
+    """Bytes of weights, of keys and values of all tokens, and of the largest temporaries of the prefill.
+
+    An estimate, as `analysis.memory` is: temporaries are the widest block's projections and four values as wide as the
+    residual stream, of all tokens of a rank, the scores of one attention that no fused kernel computes, and the logits
+    of the last token of each sequence, or with `all_logits` of each token. `plain`: no kernel is fused. Windows keep no
+    more tokens than their size; ranks that share tokens keep their own.
+    """
+    held = memory(program)
+    shared = program.mesh.get("sp", 1)
+    cache = cache_elements(program, prompt + generate) * model_dtype_bytes(program)
+    temporary = -(-prompt // shared) * (held.block_per_token + 4 * held.stream_per_token)
+    temporary += held.logits_per_token * (prompt if all_logits else 1)
+    if shared == 1:
+        temporary += prompt * prompt * _bytes_per_pair(program, plain)
+    return held.parameters_per_rank + batch * (cache + temporary)
+
+
+def _bytes_per_pair(program: Program, plain: bool) -> int:
+    """Bytes per query and key, in the layer that holds most: with a softcap or sinks, or where all are `plain`, scores
+    in the model's dtype, and their softmax in fp32 and in the model's dtype (`runtime.attention.cached`)."""
+    heads = [
+        int(marks(node).local_q_heads or args_of(node)[0].meta["val"].shape[1])
+        for _, node in attentions(program)
+        if plain or node.kwargs.get("softcap") is not None or node.kwargs.get("sinks") is not None
+    ]
+    return max(heads, default=0) * (2 * model_dtype_bytes(program) + 4)

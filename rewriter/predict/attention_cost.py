@@ -1,4 +1,4 @@
-"""What attention does as `rewriter.runtime` runs it: its kernels, and what ranks that share tokens send each other."""
+"""Attention as `rewriter.runtime` runs it: its kernels, and the messages of ranks that share tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rewriter.passes.sequence.distributed_attention import (
     messages,
     slowest,
 )
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel, measured_as
+from rewriter.predict.kernel_cost import Item, Kernel, ModuleExchange, measured_as
 from rewriter.predict.workload import ForwardPass
 
 # of `runtime.attention.cached` where it makes a mask: where the new tokens stand, and which keys each of them sees
@@ -43,13 +43,13 @@ def attention_items(
         return [*cache, *_over_ranks(shape, plan, given.tokens, ranks[1])]
     tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
     if options.get("bias") is None and mask.unbounded(tokens):
-        found = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read, given)
-        return _together([*cache, *found], given.fused)
+        kernels = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read, given)
+        return _together([*cache, *kernels], given.fused)
     # a kernel that is given a mask computes what it hides, too
     every = float(tokens * tokens)
     masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
-    found = _kernels(shape, every, tokens, tokens, options, read + every, given)
-    return [*_together([*cache, *found], given.fused), *masks]
+    kernels = _kernels(shape, every, tokens, tokens, options, read + every, given)
+    return [*_together([*cache, *kernels], given.fused), *masks]
 
 
 def _together(kernels: list[Kernel], fused: bool) -> list[Item]:
@@ -79,14 +79,7 @@ def _kernels(
     flops = 2.0 * pairs * rows * (shape.head_dim + shape.value_dim)
     if options.get("softcap") is None and options.get("sinks") is None:
         return [_attention(shape, read + out, flops, queries, keys)]
-    # no fused kernel: scores are written, capped, masked, exponentiated in fp32 and read again
-    scores = float(rows * queries * keys)
-    head, value = shape.head_dim, shape.value_dim
-    return [
-        Kernel("scores", "product", read + scores * size, 2.0 * scores * head, 0, rows, queries, keys, head),
-        Kernel("softmax", "glue", scores * (4 * size + 8)),
-        Kernel("values", "product", scores * size + out, 2.0 * scores * value, 0, rows, queries, value, keys),
-    ]
+    return _unfused(shape, queries, keys, read, 0.0)
 
 
 def _plain(shape: AttentionShape, queries: int, keys: int, compiled: bool) -> list[Kernel]:
@@ -94,23 +87,24 @@ def _plain(shape: AttentionShape, queries: int, keys: int, compiled: bool) -> li
     scores and their softmax are written and read, keys and values are those of each query head. A compiler makes the
     products of one query reductions that read a head's keys once per query head; else they are repeated in memory."""
     size, rows = shape.dtype_bytes, shape.batch * shape.q_heads
-    scores, repeats = float(rows * queries * keys), shape.q_heads // shape.kv_heads
-    read = {"scores": float(rows * keys * shape.head_dim * size), "values": float(rows * keys * shape.value_dim * size)}
-    other = {name: rows * queries * dim * size for name, dim in (("q", shape.head_dim), ("out", shape.value_dim))}
+    repeats = shape.q_heads // shape.kv_heads
+    read = [float(rows * keys * dim * size) for dim in (shape.head_dim, shape.value_dim)]
     copied = repeats > 1 and not (compiled and queries == 1)
-    copies = [Kernel("repeat", "glue", nbytes * (1 + 1 / repeats)) for nbytes in read.values()] if copied else []
+    copies = [Kernel("repeat", "glue", nbytes * (1 + 1 / repeats)) for nbytes in read] if copied else []
+    return [*copies, *_unfused(shape, queries, keys, read[0] + rows * queries * shape.head_dim * size, read[1])]
+
+
+def _unfused(shape: AttentionShape, queries: int, keys: int, read: float, values: float) -> list[Kernel]:
+    """Without a fused kernel: scores of what is `read` are written, capped, masked, exponentiated in fp32 and read
+    again, with `values` bytes beyond what was read."""
+    size, rows = shape.dtype_bytes, shape.batch * shape.q_heads
+    scores, out = float(rows * queries * keys), float(rows * queries * shape.value_dim * size)
+    head, value = shape.head_dim, shape.value_dim
     return [
-        *copies,
-        Kernel(
-            "scores", "product", read["scores"] + other["q"] + scores * size, 2.0 * scores * shape.head_dim, 0, rows,
-            queries, keys, shape.head_dim,
-        ),
+        Kernel("scores", "product", read + scores * size, 2.0 * scores * head, 0, rows, queries, keys, head),
         Kernel("softmax", "glue", scores * (4 * size + 8)),
-        Kernel(
-            "values", "product", scores * size + read["values"] + other["out"], 2.0 * scores * shape.value_dim, 0, rows,
-            queries, shape.value_dim, keys,
-        ),
-    ]  # fmt: skip
+        Kernel("values", "product", scores * size + values + out, 2.0 * scores * value, 0, rows, queries, value, keys),
+    ]
 
 
 def _attention(shape: AttentionShape, nbytes: float, flops: float, queries: int, keys: int) -> Kernel:
@@ -138,13 +132,13 @@ def _after_prompt(
     read += shape.batch * queries * shape.q_heads * shape.head_dim * size
     small = float(shape.batch * keys)
     masks = [Kernel("mask", "glue", small) for _ in range(1 if given.fused else _MASK_KERNELS)]
-    found = _kernels(shape, float(queries * keys), queries, keys, options, read, given)
-    items = _together([*cache, *masks, *found], given.fused)
+    kernels = _kernels(shape, float(queries * keys), queries, keys, options, read, given)
+    items = _together([*cache, *masks, *kernels], given.fused)
     if across > 1:
         rows = shape.batch * shape.q_heads * queries
         nbytes = rows * (shape.value_dim * size + shape.accumulation_bytes) * across
         group = tuple(range(0, across * ranks[1], ranks[1]))
-        items.append(Exchange("all_gather", "sp", nbytes, group, "parts of attention"))
+        items.append(ModuleExchange("all_gather", "sp", nbytes, group, "parts of attention"))
         items.append(Kernel("merge", "glue", 2.0 * nbytes))
     return items
 
@@ -169,9 +163,9 @@ def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int)
 
 def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
     """Blocks of keys (and, in a grid, of queries) travel one by one, each while the tiles of the block before run."""
-    blocks: list[Exchange] = []
+    blocks: list[ModuleExchange] = []
     items: list[Item] = []
-    results: list[list[Exchange]] = [[], []]  # of rows and columns, then of heads
+    results: list[list[ModuleExchange]] = [[], []]  # of rows and columns, then of heads
     for message in sent:
         across = message.axis in ("heads", "plane")
         if message.results:
@@ -180,7 +174,7 @@ def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile:
             items.append(_exchange(message, plan, tp))
         else:
             pair = _ranks(message, plan, tp)[:2]
-            one = Exchange("send", "sp", message.nbytes // message.peers, pair, message.name)
+            one = ModuleExchange("send", "sp", message.nbytes // message.peers, pair, message.name)
             blocks += [one] * message.peers
     left = calls
     for i, block in enumerate(blocks):
@@ -190,16 +184,16 @@ def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile:
     return [*items, *[tile] * left, *results[0], *results[1]]
 
 
-def _exchange(message: AttentionMessage, plan: SequencePlan, tp: int) -> Exchange:
+def _exchange(message: AttentionMessage, plan: SequencePlan, tp: int) -> ModuleExchange:
     """A message as one collective: operands are gathered in a row or column, everything else changes ranks."""
     ranks = _ranks(message, plan, tp)
     if message.axis == "plane":
-        return Exchange("send", "sp", message.nbytes, ranks[:2], message.name)
+        return ModuleExchange("send", "sp", message.nbytes, ranks[:2], message.name)
     total = message.nbytes * (message.peers + 1) // message.peers
     kind: Literal["all_to_all", "all_gather"] = (
         "all_to_all" if message.axis == "heads" or message.results else "all_gather"
     )
-    return Exchange(kind, "sp", total, ranks, message.name)
+    return ModuleExchange(kind, "sp", total, ranks, message.name)
 
 
 def _ranks(message: AttentionMessage, plan: SequencePlan, tp: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""From which all-reduce time on a recipe pays.
+"""The time of an all-reduce from which on a recipe pays.
 
 All all-reduces of a phase are made to take the same time d, no matter their size, the wait for the last rank included;
 everything else stays as it is on the fabric, also the SMs and memory traffic that they take. A quantized all-reduce
@@ -50,7 +50,7 @@ class BreakEven:
         scale = self._first(0.0)
 
         def gain(d: float) -> float:
-            """By how much the recipe is faster, as a part of the first one's time without all-reduces."""
+            """Seconds that the recipe saves, as a part of the first one's time without all-reduces."""
             return (self._first(d) - self._time(recipe, d)) / scale if scale else 0.0
 
         least, most = gain(0.0), gain(LONGEST)
@@ -70,7 +70,7 @@ class BreakEven:
 
 
 def _bisect(gain: Callable[[float], float], rising: bool) -> float:
-    """Where `gain` crosses _CLOSE. First the order of magnitude, then halves."""
+    """The place where `gain` crosses _CLOSE. First the order of magnitude, then halves."""
     low, high = 0.0, 1e-6
     while high < LONGEST and (gain(high) > _CLOSE) != rising:
         low, high = high, high * 8

@@ -63,7 +63,7 @@ def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REP
     A collective that the backend does not have is left out.
     """
     rounds = min(_ROUNDS, repetitions)
-    found: dict[tuple[Kind, int], list[Measurement]] = {}
+    by_size: dict[tuple[Kind, int], list[Measurement]] = {}
     for _ in range(rounds):
         group = dist.new_group()
         try:
@@ -72,12 +72,12 @@ def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REP
                     one = _measured(kind, nbytes, group, -(-repetitions // rounds))
                     if one is None:
                         break
-                    found.setdefault((kind, nbytes), []).append(one)
+                    by_size.setdefault((kind, nbytes), []).append(one)
         finally:
             dist.destroy_process_group(group)
     return [
         Measurement(kind, every[0].ranks, Curve.of(one.point for one in every).points[0], max(m.taken for m in every))
-        for (kind, _), every in found.items()
+        for (kind, _), every in by_size.items()
     ]
 
 
@@ -123,21 +123,21 @@ def calibrated(
     try:
         if dist.get_world_size() < 2:
             raise RewriterError("calibrate: one rank has no collectives. Start at least two (--ranks 2).")
-        found = measure(kinds, sizes(largest), repetitions)
+        measured = measure(kinds, sizes(largest), repetitions)
         device = device_section(own_device(), _source())
-        return to_yaml(_file(out, found, device)), statistics.median(one.taken for one in found)
+        return to_yaml(_file(out, measured, device)), statistics.median(one.taken for one in measured)
     finally:
         if started:
             dist.destroy_process_group()
 
 
-def _file(out: Path, found: Sequence[Measurement], device: dict[str, Any]) -> dict[str, Any]:
+def _file(out: Path, measured: Sequence[Measurement], device: dict[str, Any]) -> dict[str, Any]:
     ranks, source = dist.get_world_size(), _source()
-    gathers = Curve.of(one.point for one in found if one.kind == "all_gather")
+    gathers = Curve.of(one.point for one in measured if one.kind == "all_gather")
     first, last = gathers.points[0], gathers.points[-1]
     slope = max((last.seconds - first.seconds) / (last.nbytes - first.nbytes), 1e-15)
     fitted = f"between all-gathers of {first.nbytes} and {last.nbytes} bytes; {source}"
-    kinds = ", ".join(dict.fromkeys(one.kind for one in found))
+    kinds = ", ".join(dict.fromkeys(one.kind for one in measured))
     return {
         "name": name_of(out),
         "summary": f"{ranks} ranks of {socket.gethostname()[:60]} by {dist.get_backend()}: {kinds}, measured",
@@ -154,7 +154,7 @@ def _file(out: Path, found: Sequence[Measurement], device: dict[str, Any]) -> di
             "version": str(torch.__version__),
             "dtype": "float32",
             "source": source,
-            "points": measured_points((one.kind, one.ranks, one.point) for one in found),
+            "points": measured_points((one.kind, one.ranks, one.point) for one in measured),
         },
     }
 

@@ -37,17 +37,17 @@ class Candidates:
 
         Raises RewriterError where the first recipe, with which the others are compared, or all of them cannot be.
         """
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         skipped: list[SkippedRecipe] = []
         for given in recipes:
             recipe = load_recipe(given)
             try:
-                found.append(self.one(recipe, tp))
+                candidates.append(self.one(recipe, tp))
             except RewriterError as error:
-                if not found:
+                if not candidates:
                     raise
                 skipped.append(SkippedRecipe(recipe.name, str(error)))
-        return found, skipped
+        return candidates, skipped
 
     def one(self, recipe: Recipe, tp: int) -> Candidate:
         """One recipe. Raises RewriterError where it cannot be applied."""
@@ -80,12 +80,12 @@ class Candidates:
 
 def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
     """The recipes, those of one name numbered: "mine", "mine-2". Reports are by name."""
-    found: list[Recipe] = []
+    named: list[Recipe] = []
     for recipe in recipes:
-        taken, names = {r.name for r in found}, chain([recipe.name], (f"{recipe.name}-{n}" for n in count(2)))
+        taken, names = {r.name for r in named}, chain([recipe.name], (f"{recipe.name}-{n}" for n in count(2)))
         name = next(name for name in names if name not in taken)
-        found.append(recipe if name == recipe.name else recipe.model_copy(update={"name": name}))
-    return found
+        named.append(recipe if name == recipe.name else recipe.model_copy(update={"name": name}))
+    return named
 
 
 def all_recipes() -> Collection[str]:

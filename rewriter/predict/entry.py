@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,11 @@ from typing import Any
 from rewriter.common.errors import RewriterError
 from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import context_length, declared_dtype, quantization_settings
-from rewriter.fabric import Fabric, load_fabric
+from rewriter.fabric import load_fabric
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype
-from rewriter.predict.analytic import Candidate, Predictor
+from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank, with_front
 from rewriter.predict.candidates import Candidates, distinct
-from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.results import PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import Validation
 from rewriter.predict.workload import Cluster, Workload
@@ -48,18 +48,17 @@ def compare(
     began = time.process_time()
     if not recipes:
         raise RewriterError("predict: no recipe is named. Give at least one: --recipe tensor-parallel")
-    where = cluster.fabric if isinstance(cluster.fabric, Fabric) else load_fabric(cluster.fabric)
-    predictor = Predictor(where, workload, cluster.what_if, workload.nodes, cluster.library)
+    predictor = Predictor(workload, cluster)
     loaded = distinct([load_recipe(recipe, set) for recipe in recipes])
     name, program = _traced(model, context.trust_remote_code)
     candidates = Candidates(program, workload.sp)
-    found, skipped = candidates.of(loaded, workload.tp)
-    said, asked = about_model(program, workload.prompt + workload.generate), len(found)
+    asked_for, skipped = candidates.of(loaded, workload.tp)
+    said, asked = about_model(program, workload.prompt + workload.generate), len(asked_for)
     if baselines:
-        found += _baselines(candidates, workload.tp, {recipe.name for recipe in loaded})
-    done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in found], skipped)
+        asked_for += _baselines(candidates, workload.tp, {recipe.name for recipe in loaded})
+    done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in asked_for], skipped)
     if baselines:
-        names = {c.recipe for c in found[:asked]}
+        names = {c.recipe for c in asked_for[:asked]}
         others = [p for p in done.predictions if p.recipe not in names]
         others += [p for p in [_replicas(predictor, candidates, done.predictions[0])] if p is not None]
         kept = tuple(p for p in done.predictions if p.recipe in names)
@@ -73,14 +72,12 @@ def compare(
 
 def _baselines(candidates: Candidates, tp: int, named: Collection[str]) -> list[Candidate]:
     """Those of BASELINES that are not `named` and can be applied."""
-    found: list[Candidate] = []
+    baselines: list[Candidate] = []
     for name in BASELINES:
         if name not in named:
-            try:
-                found.append(candidates.one(load_recipe(name), tp))
-            except RewriterError:  # a model that has no such blocks
-                continue
-    return found
+            with suppress(RewriterError):  # a model that has no such blocks
+                baselines.append(candidates.one(load_recipe(name), tp))
+    return baselines
 
 
 def _replicas(predictor: Predictor, candidates: Candidates, first: Prediction) -> Prediction | None:
@@ -98,20 +95,20 @@ def _replicas(predictor: Predictor, candidates: Candidates, first: Prediction) -
         if bytes_per_rank(program, each, load.prompt, load.generate) > predictor.fabric.device.memory:
             continue
         used = -(-load.batch // each)
-        alone = replace(predictor, workload=replace(load, batch=each, tp=degree, nodes=None), nodes=None)
-        (found,) = alone.compare("", [Candidate(f"replicas of {degree}", program)]).predictions
-        rate = load.batch * load.generate / found.generation_seconds
+        alone = replace(predictor, workload=replace(load, batch=each, tp=degree, nodes=None))
+        (replica,) = alone.compare("", [Candidate(f"replicas of {degree}", program)]).predictions
+        rate = load.batch * load.generate / replica.generation_seconds
         said = f"{used} of {load.tp // degree} replicas on {degree} ranks each serve {each} of {load.batch} sequences"
         return replace(
-            found, batch=load.batch, tokens_per_second=rate, speedup=rate / first.tokens_per_second,
+            replica, batch=load.batch, tokens_per_second=rate, speedup=rate / first.tokens_per_second,
             break_even_note="other ranks", break_even_prefill_note="other ranks", speedup_interval=None,
-            notes=(*found.notes, said),
+            notes=(*replica.notes, said),
         )  # fmt: skip
     return None
 
 
 def about_model(program: Program, length: int) -> tuple[str, ...]:
-    """What its config leaves open, or asks for and is not simulated, in words. `length`: tokens of a whole sequence."""
+    """Notes on what its config leaves open, or asks for and is not simulated. `length`: tokens of a whole sequence."""
     config, said = program.source.config, []
     if declared_dtype(config) is None:
         said.append("The config names no dtype: float32 is assumed for weights, cache and messages.")
@@ -135,16 +132,17 @@ def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
 
 
 def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tuple[PredictedPoint, ...]:
-    """Points of a recipe over numbers of ranks and batches, those asked for among them; on as few nodes as it takes."""
+    """Points of a recipe over numbers of ranks and batches, those asked for among them; on as few nodes as it takes.
 
-    def program_at(degree: int) -> Program | None:
-        try:
-            return candidates.one(recipe, degree).program
-        except RewriterError:  # bound to several ranks, or heads that do not divide: no such point
-            return None
-
-    degrees, batches = sorted({*DEGREES, predictor.workload.tp}), sorted({*BATCHES, predictor.workload.batch})
-    return replace(predictor, nodes=None).pareto(program_at, degrees, batches)
+    There are none where the recipe cannot be applied (bound to several ranks, heads that do not divide), or where the
+    fabric cannot hold the ranks."""
+    load, points = predictor.workload, []
+    anywhere = replace(predictor, workload=replace(load, nodes=None))
+    for degree in sorted({*DEGREES, load.tp}):
+        with suppress(RewriterError):
+            program = candidates.one(recipe, degree).program
+            points += [anywhere.point(program, batch) for batch in sorted({*BATCHES, load.batch})]
+    return with_front(points)
 
 
 def measure(
@@ -167,8 +165,8 @@ def measure(
     predicted = compare(program, recipes, workload, cluster)
     from rewriter.predict import measurement  # starts what only real ranks need
 
-    found = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster, wire)
-    return replace(found, model=os.fspath(model))
+    measured = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster, wire)
+    return replace(measured, model=os.fspath(model))
 
 
 def validate(
@@ -191,5 +189,5 @@ def traced(model: _Path, trust_remote_code: bool) -> Program:
 
 def _programs(program: Program, recipes: Sequence[str], workload: Workload) -> list[tuple[str, Program]]:
     loaded = distinct([load_recipe(recipe) for recipe in recipes])
-    found, _ = Candidates(program, workload.sp).of(loaded, workload.tp)
-    return [(candidate.recipe, candidate.program) for candidate in found]
+    programs, _ = Candidates(program, workload.sp).of(loaded, workload.tp)
+    return [(candidate.recipe, candidate.program) for candidate in programs]

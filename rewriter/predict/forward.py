@@ -1,6 +1,6 @@
 """A forward pass of one rank on meta tensors: what every wiring node computes and moves, without computing it.
 
-Shapes are the rank's own. A module is run once per distinct inputs: alike layers share their bodies, and so their work.
+Shapes are the rank's own. A module is run once per distinct inputs: equal layers share their bodies, and so their work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rewriter.ir.marks import marks
 from rewriter.ir.op_semantics import starts_sum
 from rewriter.ir.schedule import with_readers_first
 from rewriter.ir.shapes import wiring_shapes
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel, as_launched, axis_group
+from rewriter.predict.kernel_cost import Item, Kernel, ModuleExchange, as_launched, axis_group
 from rewriter.predict.module_cost import EXPERTS, ModuleRun
 from rewriter.predict.workload import ForwardPass
 
@@ -111,7 +111,7 @@ class _ForwardRun:
         group = axis_group(self.mesh, "sp")
         if len(group) == 1 or self.given.is_decode:
             return ()
-        return (Exchange("all_gather", "sp", env[source].nbytes * len(group), group, "last tokens"),)
+        return (ModuleExchange("all_gather", "sp", env[source].nbytes * len(group), group, "last tokens"),)
 
     # --- wiring ---
 
@@ -134,10 +134,10 @@ class _ForwardRun:
             return _anew(value), items
         run = ModuleRun(self.given, self.dtype, self.mesh)
         value = run.operation(node, env)
-        found = tuple(as_launched(run.operations))
-        if isinstance(value, torch.Tensor) and found:
-            self.runner.known[known] = (value, found, None)
-        return value, found
+        launched = tuple(as_launched(run.operations))
+        if isinstance(value, torch.Tensor) and launched:
+            self.runner.known[known] = (value, launched, None)
+        return value, launched
 
     def _remembered(self, node: fx.Node, inputs: Sequence[Any]) -> tuple[Any, tuple[Item, ...]]:
         module = self.program.modules[str(node.target)]

@@ -1,4 +1,4 @@
-"""What a kernel does: its arithmetic and the bytes that it moves. Kernels of a module call, fused or as they stand."""
+"""Kernels of a module call, fused or as they stand: their arithmetic and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kernel:
 
     | work      | batches           | rows       | columns        | depth          | groups                    |
     |-----------|-------------------|------------|----------------|----------------|---------------------------|
-    | product   | alike products    | rows       | columns        | summed over    |                           |
+    | product   | equal products    | rows       | columns        | summed over    |                           |
     | attention | sequences · heads | new tokens | keys           | size of a head | sequences · heads of keys |
     | experts   | experts           | tokens     | width of one   | model's width  | chosen by a token         |
     | glue      |                   | rows       | reduced values |                |                           |
@@ -44,7 +44,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ModuleExchange:
     """A collective inside a module: the sum of a norm's statistics, or a message of attention over sharded tokens.
 
     `kind` and `nbytes` as in `fabric.Call`; `axis` is that of the mesh; `ranks` those of the group, relative to the
@@ -59,7 +59,7 @@ class Exchange:
     overlaps: int = 0
 
 
-Item = Kernel | Exchange
+Item = Kernel | ModuleExchange
 
 
 def axis_group(mesh: Mapping[str, int], axis: str) -> tuple[int, ...]:
@@ -131,13 +131,13 @@ def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -
         groups[group].append(op)
         for storage in op.writes:
             depth[storage], group_of[storage] = level, group
-    found: list[Item] = []
+    items: list[Item] = []
     for entry in order:
         if isinstance(entry, CostedOperation):
-            found += entry.items
+            items += entry.items
         elif groups[entry]:
-            found.append(_together(groups[entry], readers, results))
-    return found
+            items.append(_together(groups[entry], readers, results))
+    return items
 
 
 def _together(

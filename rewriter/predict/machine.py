@@ -1,4 +1,4 @@
-"""What a rank computes with, measured: arithmetic, memory, launches."""
+"""The device of a rank, measured: arithmetic, memory, launches."""
 
 from __future__ import annotations
 

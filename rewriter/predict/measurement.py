@@ -35,8 +35,8 @@ TIMEOUT = 3600.0  # seconds of one launch: a big shard is read, and a pass may t
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Of one recipe's passes: medians over repetitions, each as long as its slowest rank takes. The silent ones are
-    those whose collectives took no time, None where they were not asked for."""
+    """Seconds of one recipe's passes: medians over repetitions, each as long as its slowest rank takes. The silent ones
+    are those whose collectives took no time, None where they were not asked for."""
 
     prefill: float
     decode: float
@@ -49,27 +49,27 @@ def run(spec: Spec, ranks: Sequence[int]) -> dict[str, PassSeconds]:
 
     Raises RewriterError with the reason of a rank that failed, and after `TIMEOUT`. No rank outlives this.
     """
-    found = _results(spec, ranks)
-    return {variant.recipe: _together([passes[variant.recipe] for passes in found]) for variant in spec.variants}
+    results = _results(spec, ranks)
+    return {variant.recipe: _together([passes[variant.recipe] for passes in results]) for variant in spec.variants}
 
 
 def calibrate(spec: Spec) -> tuple[str, float]:
     """The YAML of a fabric that all ranks of `spec.job.tp` measure, and for which share of the time something
     else had their cores (see `calibration.calibrated`). Raises RewriterError as `run` does."""
-    found = _results(spec, range(spec.job.tp))[0]
-    return found["fabric"], found["taken"]
+    result = _results(spec, range(spec.job.tp))[0]
+    return result["fabric"], result["taken"]
 
 
-def slowest(found: Sequence[PassSeconds]) -> PassSeconds:
-    """Of ranks that ran in turn: a pass takes as long as the slowest."""
-    every = [asdict(seconds) for seconds in found]
+def slowest(ranks: Sequence[PassSeconds]) -> PassSeconds:
+    """Seconds of ranks that ran in turn: a pass takes as long as the slowest."""
+    every = [asdict(seconds) for seconds in ranks]
     return PassSeconds(
         **{name: max(one[name] for one in every) for name, value in every[0].items() if value is not None}
     )
 
 
 def _together(ranks: Sequence[Mapping[str, Sequence[float]]]) -> PassSeconds:
-    """Of ranks that ran at once: in each repetition, the slowest."""
+    """Seconds of ranks that ran at once: in each repetition, those of the slowest."""
     return PassSeconds(
         **{
             name.replace(" ", "_"): median(map(max, zip(*(passes[name] for passes in ranks), strict=True)))
@@ -132,18 +132,18 @@ def spec(
     )  # fmt: skip
 
 
-def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
+def emulated(asked: Spec, rank: int) -> dict[str, PassSeconds]:
     """Measurements of this rank, all others emulated; in wire mode by an environment process, which lasts as long."""
-    assert found.emulation is not None
-    values = {**found.emulation, "real": [rank]}
+    assert asked.emulation is not None
+    values = {**asked.emulation, "real": [rank]}
     if values["mode"] == "delay":
-        return run(replace(found, emulation=values), [rank])
+        return run(replace(asked, emulation=values), [rank])
     from rewriter.emulation import EmulationConfig
     from rewriter.emulation.launcher import with_environment
 
     with Processes() as job:
         config = with_environment(job, EmulationConfig.of(**values))
-        return run(replace(found, emulation={**values, "environment": config.environment}), [rank])
+        return run(replace(asked, emulation={**values, "environment": config.environment}), [rank])
 
 
 def measure(
@@ -179,7 +179,7 @@ def with_measured(
 ) -> RecipeComparison:
     """The comparison with these seconds of each recipe's passes, the silent ones among them."""
     gives = "sets the pace of messages over TCP" if wire else "gives delays only"
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     for p in predicted.predictions:
         passes = measured[p.recipe]
         assert passes.silent_prefill is not None
@@ -191,16 +191,16 @@ def with_measured(
             f"Passes are those of one real rank on this machine's {where}; {p.fabric} {gives}. Computing is "
             "a pass whose collectives take no time; the rest is waiting."
         )
-        found.append(
+        predictions.append(
             replace(
                 p, prefill=prefill, decode=decode, tokens_per_second=tokens,
-                speedup=tokens / found[0].tokens_per_second if found else 1.0, break_even_seconds=None,
+                speedup=tokens / predictions[0].tokens_per_second if predictions else 1.0, break_even_seconds=None,
                 break_even_note="not measured", break_even_prefill_seconds=None,
                 seconds_per_token_interval=None, prefill_interval=None, speedup_interval=None,
                 break_even_prefill_note="not measured", notes=(*p.notes, note), graphed=p.graphed and where == "cuda",
             )
         )  # fmt: skip
-    return replace(predicted, predictions=tuple(found), pareto={})
+    return replace(predicted, predictions=tuple(predictions), pareto={})
 
 
 def _phase(phase: Phase, seconds: float, silent: float) -> Phase:
@@ -212,7 +212,7 @@ def _phase(phase: Phase, seconds: float, silent: float) -> Phase:
 
 
 def cores(ranks: int, where: str) -> tuple[int, ...]:
-    """A separate core for each rank that computes on the CPU, where this process may use so many; else none."""
+    """A separate core for each rank that computes on the CPU, where this process may use enough; else none."""
     if where != "cpu" or not hasattr(os, "sched_getaffinity"):
         return ()
     usable = sorted(os.sched_getaffinity(0))

@@ -18,9 +18,9 @@ from rewriter.ir.op_semantics import operator_of
 from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.kernel_cost import (
     CostedOperation,
-    Exchange,
     Item,
     Kernel,
+    ModuleExchange,
     as_launched,
     axis_group,
     fused,
@@ -43,7 +43,7 @@ class ModuleRun:
         self.alive: list[Any] = []  # keeps storages, by which values are known, from being used again
 
     def items(self, value: Any) -> tuple[Item, ...]:
-        """What has run, as kernels; `value` is what comes out."""
+        """Kernels of what has run; `value` is what comes out."""
         if not self.given.fused:
             return tuple(as_launched(self.operations))
         return tuple(fused(self.operations, frozenset(_storage(t) for t in _tensors(value))))
@@ -114,7 +114,7 @@ class ModuleRun:
             items = experts_items(args, kwargs, self.given.fused)
             return self._record("experts", _tensors(args), (torch.empty_like(args[0]),), items=items)
         if target in (ops.all_reduce, ops.all_reduce_start):
-            exchange = Exchange("all_reduce", args[1], args[0].nbytes, axis_group(self.mesh, args[1]), "inside")
+            exchange = ModuleExchange("all_reduce", args[1], args[0].nbytes, axis_group(self.mesh, args[1]), "inside")
             return self._record("all_reduce", (args[0],), (args[0].clone(),), items=[exchange])
         if target is ops.vocab_embedding:
             out = torch.empty(*args[0].shape, args[1].shape[1], dtype=self.dtype)
@@ -146,7 +146,7 @@ class ModuleRun:
     def _gathered(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
         """Shards that are gathered inside a module, and put one after the other."""
         group = axis_group(self.mesh, axis)
-        exchange = Exchange("all_gather", axis, x.nbytes * len(group), group, "inside")
+        exchange = ModuleExchange("all_gather", axis, x.nbytes * len(group), group, "inside")
         return self._repeated(self._record("all_gather", (x,), (x.clone(),), items=[exchange]), axis, dim)
 
     def _repeated(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
@@ -210,7 +210,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def active_experts(experts: int, chosen: int, tokens: int) -> float:
-    """How many of `experts` are chosen by at least one of `tokens` that choose `chosen` each, uniformly at random.
+    """Number of `experts` that are chosen by at least one of `tokens` that choose `chosen` each, uniformly at random.
 
     X · (1 − (1 − k / X)ⁿ); a trained router is not uniform, and fewer are then chosen.
     """

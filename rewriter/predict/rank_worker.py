@@ -1,4 +1,4 @@
-"""What a real rank runs, under gloo, NCCL or the emulated backend: emitted modules, whose passes are timed.
+"""Work of a real rank, under gloo, NCCL or the emulated backend: emitted modules, whose passes are timed.
 
 Prefill of prompts, and decode steps after as many tokens as a generation has in the mean; see `Spec`.
 """
@@ -48,12 +48,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a rank measures.
+    """Measurements that a rank makes.
 
     `job`: what is generated. `store`: where real ranks meet, the beginning of a file's path. `emulation`: values of an
     `EmulationConfig`, None where all ranks are real; `silent`: each module is measured once more with emulated
     collectives that take no time. `cores`: the CPU core of each rank, none for free choice. `repetitions`: of each pass
-    at least, after two that warm up. `largest`: where it is not 0, collectives of up to so many bytes are measured
+    at least, after two that warm up. `largest`: where it is not 0, collectives of at most these bytes are measured
     instead, and with `messages` messages between ranks; the result is a fabric's YAML.
     """
 
@@ -107,15 +107,15 @@ def _calibrated(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
 
 def _passes(spec: Spec, variant: Variant, rank: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds of each "prefill" and of each "decode" step, and of each "silent prefill" and "silent decode"."""
-    found: dict[str, list[float]] = {}
+    passes: dict[str, list[float]] = {}
     for silent in (False, True) if spec.silent else (False,):
         _join(spec, spec.variants.index(variant), rank, device, silent)
         try:
             timed = _measure(spec, variant, rank, device)
         finally:
             dist.destroy_process_group()
-        found |= {f"silent {kind}" if silent else kind: seconds for kind, seconds in timed.items()}
-    return found
+        passes |= {f"silent {kind}" if silent else kind: seconds for kind, seconds in timed.items()}
+    return passes
 
 
 def _join(spec: Spec, job: int, rank: int, device: torch.device, silent: bool) -> None:
@@ -156,16 +156,16 @@ def _measure(spec: Spec, variant: Variant, rank: int, device: torch.device) -> d
         return _timed(steps, device)()
 
     first(), decoded()
-    found: dict[str, list[float]] = {"prefill": [], "decode": []}
+    seconds: dict[str, list[float]] = {"prefill": [], "decode": []}
     for _ in range(_repetitions(spec.repetitions, first() + decoded(), device)):
-        found["prefill"].append(first())
-        found["decode"].append(decoded() / STEPS)
+        seconds["prefill"].append(first())
+        seconds["decode"].append(decoded() / STEPS)
     dist.barrier()
-    return found
+    return seconds
 
 
 def _repetitions(fewest: int, seconds: float, device: torch.device) -> int:
-    """How often passes that take so long are timed, the same on all ranks: for a second, within limits."""
+    """Number of repetitions of passes that take `seconds`, the same on all ranks: for a second, within limits."""
     longest = torch.tensor([seconds], device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return max(fewest, min(10 * fewest, round(1 / float(longest))))

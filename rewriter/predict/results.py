@@ -1,4 +1,4 @@
-"""What a prediction says, in seconds, bytes and tokens per second. Every number is of one rank of one model replica.
+"""Figures of a prediction, in seconds, bytes and tokens per second. Every number is of one rank of one model replica.
 
 A phase is one forward pass, in which `seconds` = `compute_seconds` + `exposed_seconds` + `host_seconds`: the compute
 stream works, waits for communication, or waits for the host to launch its next kernel.
@@ -89,7 +89,7 @@ class Prediction:
     or never beats it, which `break_even_note` and `break_even_prefill_note` then say ("always", "never", "the same
     program" …). `memory_bytes_per_rank`: weights, cache at full length and activations of the prefill; `fits`: whether
     that is less than the device's memory. `kind`: the recipe's ("exact", "approximating", "timing only", or None for
-    an unknown). `notes`: in words, what the reader must know: what was estimated, passes that found nothing, …
+    an unknown). `notes`: what was estimated, passes that did nothing, …
 
     `seconds_per_token_interval`, `prefill_interval`, `speedup_interval`: (low, high) that hold the truth in 80 of 100
     cases (`predict.uncertainty`); None of what was measured.
@@ -128,12 +128,12 @@ class Prediction:
 
     @property
     def exposed_communication_seconds_per_token(self) -> float:
-        """Of `seconds_per_token`, those in which the compute stream stands idle because of communication."""
+        """The part of `seconds_per_token` in which the compute stream stands idle because of communication."""
         return self.decode.exposed_seconds
 
     @property
     def generation_seconds(self) -> float:
-        """From the prompt to the last token of every sequence: prefill + (generate - 1) · decode."""
+        """Seconds from the prompt to the last token of every sequence: prefill + (generate - 1) · decode."""
         return generation_seconds(self.prefill, self.decode, self.generate)
 
 
@@ -159,7 +159,7 @@ class PredictedPoint:
 
 @dataclass(frozen=True)
 class SkippedRecipe:
-    """A recipe that was not predicted, and why, in words."""
+    """A recipe that was not predicted, and the reason."""
 
     recipe: str
     reason: str
@@ -169,7 +169,7 @@ class SkippedRecipe:
 class RecipeComparison:
     """Recipes on one fabric, in the order in which they were named; the first is what the others are compared with.
 
-    `model`: path or model type. `fabric`, `fabric_summary`: its name and what it is in words; `device`: its GPU.
+    `model`: path or model type. `fabric`, `fabric_summary`: its name and a sentence on it; `device`: its GPU.
     `pareto`: points by recipe name, empty where not asked for. `what_if`: changes to the delays, as the user wrote
     them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `baselines`: what
     users have today, where asked for: recipes that were not named, and replicas of the model on fewer ranks.
@@ -191,7 +191,7 @@ class RecipeComparison:
 def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
     asked for, "pareto" lists the recipe's, as in `PredictedPoint`. Baselines follow, marked by "baseline"."""
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for p in (*comparison.predictions, *comparison.baselines):
         known = {field.name: getattr(p, field.name) for field in fields(p)}
         known |= {key: getattr(p, key) for key in ("seconds_per_token", "exposed_communication_seconds_per_token")}
@@ -199,13 +199,13 @@ def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
         seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
         phases: dict[str, Any] = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
         phases["baseline"] = p in comparison.baselines
-        found.append(known | asked | seconds | phases)
+        objects.append(known | asked | seconds | phases)
         if p.recipe in comparison.pareto:
-            found[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
-    return found
+            objects[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
+    return objects
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
-    found = asdict(replace(phase, spans=()))
-    del found["spans"]
-    return found | {"exposed_by_layer": {str(layer): seconds for layer, seconds in phase.exposed_by_layer.items()}}
+    values = asdict(replace(phase, spans=()))
+    del values["spans"]
+    return values | {"exposed_by_layer": {str(layer): seconds for layer, seconds in phase.exposed_by_layer.items()}}

@@ -15,7 +15,7 @@ from rewriter.ir.communication import producer
 from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import parse_format, slice_length
 from rewriter.predict.forward import Forward, NodeWork
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel, axis_group
+from rewriter.predict.kernel_cost import Item, Kernel, ModuleExchange, axis_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Begin:
 
     `parts` run there one after the other: calls, and of a quantized collective the kernels between them. `exact` is the
     call that it would be unquantized. `reduction`: whether it is an all-reduce, which break-even varies. `aside`:
-    whether it runs on a stream of its own, as what is to overlap does; a sum that is waited for at once runs on the
+    whether it runs on another stream, as what is to overlap does; a sum that is waited for at once runs on the
     stream of the kernels.
     """
 
@@ -54,7 +54,7 @@ Step = TimelineRun | Begin | Await
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks are: those of a program have the global numbers `ranks`, by their number in its mesh."""
+    """Places of ranks: those of a program have the global numbers `ranks`, by their number in its mesh."""
 
     ranks: tuple[int, ...]
     mesh: Mapping[str, int]
@@ -70,13 +70,13 @@ class Place:
 def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
     """The steps of a pass. `fuse`: glue of the wiring (a residual add) becomes part of the kernel that follows it,
     where that is glue as well."""
-    found: list[Step] = []
+    made: list[Step] = []
     begun: dict[fx.Node, Begin] = {}
     merged: dict[tuple[int, float, float], tuple[Item, ...]] = {}
     pending: list[tuple[NodeWork, Kernel]] = []
 
     def flush() -> None:
-        found.extend(TimelineRun(_name(work.node), marks(work.node).layer, (kernel,)) for work, kernel in pending)
+        made.extend(TimelineRun(_name(work.node), marks(work.node).layer, (kernel,)) for work, kernel in pending)
         pending.clear()
 
     for work in forward.works:
@@ -84,10 +84,10 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
         if node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_gather):
             flush()
             begun[node] = begin = _begin(work, place)
-            found += [begin] if node.target is ops.all_reduce_start else [begin, Await(begin)]
+            made += [begin] if node.target is ops.all_reduce_start else [begin, Await(begin)]
         elif node.target is ops.all_reduce_wait:
             flush()
-            found.append(Await(begun[args_of(node)[0]]))
+            made.append(Await(begun[args_of(node)[0]]))
         glue = [(work, item) for item in items if isinstance(item, Kernel) and item.work == "glue"]
         if fuse and node.op != "call_module" and items and in_stream(node) and len(glue) == len(items):
             pending += glue
@@ -104,15 +104,15 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
             items = merged[key]
         elif items:
             flush()
-        found += _steps_of(node, items, place, work.dtype)
+        made += _steps_of(node, items, place, work.dtype)
     flush()
-    return _normed(found)
+    return _normed(made)
 
 
-def _normed(found: list[Step]) -> list[Step]:
+def _normed(listed: list[Step]) -> list[Step]:
     """The same steps, whose calls say where a sum is waited for at once, and then added and normed."""
-    made = list(found)
-    for i, (begin, wait, run) in enumerate(zip(found, found[1:], found[2:], strict=False)):
+    made = list(listed)
+    for i, (begin, wait, run) in enumerate(zip(listed, listed[1:], listed[2:], strict=False)):
         if not isinstance(begin, Begin) or not isinstance(wait, Await) or not isinstance(run, TimelineRun):
             continue
         first = run.kernels[0]
@@ -129,15 +129,15 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
     if not items:
         return
     name, layer = _name(node), marks(node).layer
-    if not any(isinstance(item, Exchange) for item in items):
-        yield TimelineRun(name, layer, items)  # type: ignore[arg-type]  # one tuple for all alike layers
+    if not any(isinstance(item, ModuleExchange) for item in items):
+        yield TimelineRun(name, layer, items)  # type: ignore[arg-type]  # one tuple for all equal layers
         return
     kernels: list[Kernel] = []
     waiting: list[tuple[int, Begin]] = []  # (items until it is waited for, what)
     for item in items:
         due = [begin for left, begin in waiting if left == 0]
         waiting = [(left - 1, begin) for left, begin in waiting if left > 0]
-        if (due or isinstance(item, Exchange)) and kernels:
+        if (due or isinstance(item, ModuleExchange)) and kernels:
             yield TimelineRun(name, layer, tuple(kernels))
             kernels = []
         yield from (Await(begin) for begin in due)

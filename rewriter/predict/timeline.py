@@ -24,9 +24,8 @@ from dataclasses import dataclass, field, replace
 
 from rewriter.fabric import Call, Delay, Links
 from rewriter.predict.kernel_cost import Kernel
-from rewriter.predict.kernel_time import measured_seconds, seconds
+from rewriter.predict.kernel_time import ALONE, Contention, Rates, measured_seconds, seconds
 from rewriter.predict.results import Phase, Span
-from rewriter.predict.roofline import ALONE, Contention, Rates
 from rewriter.predict.steps import Begin, Step, TimelineRun
 
 Delays = Callable[[Begin, Call], Delay]
@@ -34,7 +33,7 @@ Delays = Callable[[Begin, Call], Delay]
 
 @dataclass
 class KernelDurations:
-    """What runs take on a device; kernels of alike layers are asked once. `rates` says which device."""
+    """Durations of kernels on a device of `rates`; those of equal layers are asked once."""
 
     rates: Rates
     known: dict[tuple[int, Contention], tuple[float, float]] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class KernelDurations:
         return self.rests[id(kernels)]
 
     def measured(self, kernels: tuple[Kernel, ...]) -> float:
-        """Of the kernels' time on the device, the part that was measured."""
+        """The part of the kernels' time on the device that was measured."""
         if id(kernels) not in self.shares:
             self.held.append(kernels)
             self.shares[id(kernels)] = sum(measured_seconds(kernel, self.rates) for kernel in kernels)
@@ -139,15 +138,15 @@ class Timeline:
     def _marked(self) -> list[Span]:
         """The spans, those of communication marked where the compute stream stands idle for them."""
         idle = [s for s in self.spans if s.exposed]
-        found, first = [], 0
+        marked, first = [], 0
         for span in sorted(self.spans, key=lambda s: s.start):
             if span.lane == "communication":
                 while first < len(idle) and idle[first].end <= span.start:
                     first += 1
                 if any(i.start < span.end and i.end > span.start for i in idle[first : first + 2]):
                     span = replace(span, exposed=True)
-            found.append(span)
-        return found
+            marked.append(span)
+        return marked
 
     # --- the compute stream ---
 
@@ -174,7 +173,7 @@ class Timeline:
             self.measured += self.durations.measured(step.kernels)
 
     def _beside(self, kernels: tuple[Kernel, ...], start: float, alone: float) -> float:
-        """When kernels end that take `alone` seconds alone and begin at `start`, beside the collectives under way."""
+        """End of kernels that take `alone` seconds alone and begin at `start`, beside the collectives under way."""
         self.active = [busy for busy in self.active if busy.end > start]
         now, left = start, alone
         for busy in self.active:
@@ -217,14 +216,14 @@ class Timeline:
             self.spans.append(Span("compute", start, stop, begin.name, begin.layer, exposed=True))
 
     def _running(self, axis: str, since: float, end: float) -> list[_Busy]:
-        """What the stream of an axis does in [since, end], in order."""
-        found = []
+        """Work of the stream of an axis in [since, end], in order."""
+        running = []
         for busy in reversed(self.streams[axis]):
             if busy.end <= since:
                 break
             if busy.start < end:
-                found.append(busy)
-        return found[::-1]
+                running.append(busy)
+        return running[::-1]
 
     # --- communication streams ---
 
@@ -264,7 +263,7 @@ class Timeline:
         self.ends[step] = now
 
     def _delay(self, step: Begin, call: Call, computed: float) -> Delay:
-        """Of a collective, slowed down by the kernels that run beside it: about as long as those before it."""
+        """Delay of a collective, slowed down by the kernels that run beside it: about as long as those before it."""
         delay, slowed = self.delays(step, call), self.overlap.slowed
         if not step.aside or not slowed:
             return delay
@@ -272,14 +271,14 @@ class Timeline:
         return replace(delay, seconds=delay.seconds + more, transfer=delay.transfer + more)
 
     def _behind_next(self) -> float:
-        """How long a collective waits for the SMs of the kernel that is launched beside it."""
+        """Seconds that a collective waits for the SMs of the kernel that is launched beside it."""
         if not self.overlap.order or not isinstance(self.next, TimelineRun):
             return 0.0
         return self.overlap.order * seconds(self.next.kernels[0], self.durations.rates)
 
 
 def _taken(delay: Delay, share: float) -> Contention:
-    """What a collective takes from kernels beside it; of GPUs `share` times that."""
+    """Share of the device that a collective takes from kernels; of GPUs `share` times that."""
     if delay.seconds <= 0.0:
         return ALONE
     bandwidth, cores = delay.memory_bytes / delay.seconds, delay.cpu_seconds / delay.seconds

@@ -72,9 +72,9 @@ def durations(run: StartCollective, repetitions: int, device: torch.device, root
     pause = _pause(typical)
     begun = len(starts)
     pauses = repeat(_affordable(pause + typical, repetitions), pause)
-    found = _waits(starts[begun:], ends[begun:], rooted)
+    waited = _waits(starts[begun:], ends[begun:], rooted)
     call = agreed(statistics.median(calls[begun:]))
-    return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in found), agreed(pauses.taken))
+    return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in waited), agreed(pauses.taken))
 
 
 def beside_computation(run: StartCollective, typical: float, repetitions: int, rooted: bool) -> tuple[float, float]:
@@ -105,8 +105,8 @@ def beside_computation(run: StartCollective, typical: float, repetitions: int, r
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of all but the longest fiftieth, which something else has disturbed: a step has many collectives, and what counts
-    is their sum, also where durations are around two values."""
+    """Mean of all but the longest fiftieth, which something else has disturbed: a step has many collectives, and what
+    counts is their sum, also where durations are around two values."""
     return statistics.fmean(sorted(values)[: len(values) - len(values) // 50])
 
 
@@ -116,16 +116,16 @@ def agreed(value: float) -> float:
 
 
 def own_device() -> torch.device:
-    """What the default group's collectives work on."""
+    """The device that the default group's collectives work on."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _waits(starts: Sequence[float], ends: Sequence[float], longest: bool) -> list[float]:
-    """Of each repetition, the mean of the ranks' own seconds, or the longest of them. Clocks of several hosts are not
+    """For each repetition the mean of the ranks' own seconds, or the longest of them. Clocks of several hosts are not
     compared."""
     every = _gathered(torch.tensor(ends, dtype=torch.float64) - torch.tensor(starts, dtype=torch.float64))
-    found: list[float] = (every.amax(0) if longest else every.mean(0)).tolist()
-    return found
+    seconds: list[float] = (every.amax(0) if longest else every.mean(0)).tolist()
+    return seconds
 
 
 def _affordable(each: float, wanted: int) -> int:

@@ -1,4 +1,4 @@
-"""How far off a prediction may be: intervals that hold the truth in 80 of 100 cases, if the terms are as uncertain as
+"""Uncertainty of a prediction: intervals that hold the truth in 80 of 100 cases, if the terms are as uncertain as
 is said here.
 
 Each term is changed by one standard deviation, one at a time, and what is predicted is simulated again; the logarithms
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import NormalDist
 
 from rewriter.predict.kernel_cost import Kernel, Work
-from rewriter.predict.kernel_time import measured_seconds, seconds
-from rewriter.predict.roofline import Rates
+from rewriter.predict.kernel_time import Rates, measured_seconds, seconds
 
 COVERED = 0.8
 _DEVIATIONS = NormalDist().inv_cdf((1 + COVERED) / 2)
@@ -34,23 +33,15 @@ _TERMS = {"crossing": 2.0, "contention": 1.6, "jitter": 1.7, "clocks": 1.8, "ste
 SERVER = math.sqrt(0.127**2 - 0.060**2)
 
 
-@dataclass(frozen=True)
-class Change:
-    """One term, one standard deviation off: another device, and collectives that take `collectives` times as long."""
-
-    name: str
-    rates: Rates
-    collectives: float = 1.0
-
-
-def changes(rates: Rates, kernels: Iterable[Kernel], modelled: bool) -> list[Change]:
-    """Of a device whose time goes into `kernels`; `modelled`: the fabric's collectives are by formula."""
-    found = [Change("kernels", replace(rates, factor=rates.factor * (1 + kernel_deviation(rates, kernels))))]
-    found.append(Change("collectives", rates, 1 + (_FORMULA if modelled else _COLLECTIVES)))
+def changes(rates: Rates, kernels: Iterable[Kernel], modelled: bool) -> list[tuple[Rates, float]]:
+    """Terms of a device whose time goes into `kernels`, each one standard deviation off: (another device, times as long
+    that collectives take). `modelled`: the fabric's collectives are by formula."""
+    listed = [(replace(rates, factor=rates.factor * (1 + kernel_deviation(rates, kernels))), 1.0)]
+    listed.append((rates, 1 + (_FORMULA if modelled else _COLLECTIVES)))
     for term, factor in _TERMS.items():
         if (overlap := rates.overlap.times(term, factor)) != rates.overlap:
-            found.append(Change(term, replace(rates, overlap=overlap)))
-    return found
+            listed.append((replace(rates, overlap=overlap), 1.0))
+    return listed
 
 
 def kernel_deviation(rates: Rates, kernels: Iterable[Kernel]) -> float:

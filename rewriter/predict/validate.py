@@ -49,7 +49,7 @@ def how_real(job: Workload, bytes_per_rank: int) -> tuple[str, str]:
 def validate(programs: Sequence[tuple[str, Program]], job: Workload, named: Cluster, launches: int) -> Validation:
     """Run every recipe's program on `job.tp` real ranks, and on one with emulated peers, in turns.
 
-    On GPUs the peers have the delays of the fabric `named`; on CPUs those that so many real ranks measure first. Where
+    On GPUs the peers have the delays of the fabric `named`; on CPUs those that real ranks measure first. Where
     this machine cannot run all ranks, the result says why. Raises RewriterError with the reason of a rank that fails.
     """
     try:
@@ -69,8 +69,8 @@ def validate(programs: Sequence[tuple[str, Program]], job: Workload, named: Clus
             # The order turns, so that no recipe is always the first after a start.
             turned = variants[launch % len(variants) :] + variants[: launch % len(variants)]
             asked = spec(turned, job, where, None, cores(job.tp, where))
-            for recipe, found in measurement.run(asked, range(job.tp)).items():
-                real[recipe].append(found)
+            for recipe, passes in measurement.run(asked, range(job.tp)).items():
+                real[recipe].append(passes)
             asked = spec(turned, job, where, delays, cores(1, where))
             every = sorted(set().union(*ranks.values()))
             by_rank = {rank: measurement.emulated(asked, rank) for rank in every}

@@ -33,7 +33,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the medians, as a share of what was measured; positive where the prediction is too slow."""
+        """Difference of the medians, as a share of what was measured; positive where the prediction is too slow."""
         return median(self.predicted) / median(self.measured) - 1
 
     @property
@@ -49,9 +49,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Validation:
-    """What was compared, and where. `real`: how the real ranks ran; `fabric`: whose delays the emulated ones had.
-    `reason`: why nothing was compared, None where it was. `busy`: the share of the calibration's time in which
-    something else had the ranks' cores."""
+    """Comparison of predictions with real ranks. `real`: how the real ranks ran; `fabric`: whose delays the emulated
+    ones had. `reason`: why nothing was compared, None where it was. `busy`: the share of the calibration's time in
+    which something else had the ranks' cores."""
 
     real: str
     fabric: str
@@ -63,14 +63,14 @@ class Validation:
     def misordered(self) -> list[tuple[str, str, str]]:
         """(recipe, recipe, pass) that the prediction ranks the wrong way, among those that differ by more than the
         spread of either."""
-        found = []
+        wrong = []
         for kind in PASSES:
             for a, b in combinations([row for row in self.rows if row.kind == kind], 2):
                 measured = median(b.measured) / median(a.measured) - 1
                 predicted = median(b.predicted) / median(a.predicted) - 1
                 if abs(measured) > max(a.spread, b.spread) and measured * predicted < 0:
-                    found.append((a.recipe, b.recipe, kind))
-        return found
+                    wrong.append((a.recipe, b.recipe, kind))
+        return wrong
 
     def of(self, recipe: str) -> dict[str, Any]:
         if self.reason is not None:
@@ -89,16 +89,16 @@ class Validation:
         return {"real": self.real, "fabric": self.fabric, "busy": self.busy, **rows}
 
     def cells(self) -> list[tuple[str, list[str]]]:
-        """By recipe what stands in each of COLUMNS."""
-        found = []
+        """Cells of COLUMNS, by recipe."""
+        cells = []
         for row in self.rows:
             seconds = [duration(median(side)) for side in (row.predicted, row.measured)]
             shares = [f"{100 * row.error:+.1f} %", f"{100 * row.spread:.1f} %"]
-            found.append((row.recipe, [row.kind, *seconds, *shares, "yes" if row.holds else "no"]))
-        return found
+            cells.append((row.recipe, [row.kind, *seconds, *shares, "yes" if row.holds else "no"]))
+        return cells
 
     def said(self) -> list[str]:
-        """What must be known beside the table."""
+        """Sentences that belong to the table."""
         if self.reason is not None:
             return [f"Not validated: {self.reason}"]
         return [

@@ -1,4 +1,4 @@
-"""What is predicted and measured: a generation on so many ranks, its forward passes, and the cluster of the ranks."""
+"""Jobs that are predicted and measured: a generation on ranks of a cluster, and its forward passes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Which forward pass: `tokens` new ones of each of `batch` sequences; `keys` that a new token reads in attention,
+    """A forward pass: `tokens` new ones of each of `batch` sequences; `keys` that a new token reads in attention,
     where there are earlier ones (0: the prompt, of which each token sees those before it).
 
     The static cache of `rewriter.runtime` is read in full, so `keys` is its length. `logits` is of how many last tokens

@@ -1,1 +1,1 @@
-"""Which mix of rewrites fits a model and a cluster: the fastest within a rise in loss. `run.search` is the way in."""
+"""The mix of rewrites that fits a model and a cluster: the fastest within a rise in loss (`run.search`)."""

@@ -1,4 +1,4 @@
-"""What a layer can be, and a mix: what every layer is. A mix is a recipe."""
+"""Rewrites of layers, and mixes of them. A mix is a recipe."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
 
 
 @dataclass(frozen=True, order=True)
-class Placement:
+class PlacedRewrite:
     """A rewrite from layer `start` on."""
 
     start: int
@@ -75,12 +75,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Mix:
-    """What every layer is: placements, and formats of messages by layer. What is not named is standard and exact.
+    """The choice for every layer: placements, and formats of messages by layer. Others are standard and exact.
 
     `base` is the exact recipe around them: tensor-parallel, or one that shards tokens.
     """
 
-    placements: tuple[Placement, ...] = ()
+    placements: tuple[PlacedRewrite, ...] = ()
     formats: tuple[tuple[int, str], ...] = ()
     base: str = "tensor-parallel"
 
@@ -107,7 +107,7 @@ class Mix:
         return [*(Mix((placement,)) for placement in self.placements), *formats]
 
     def counts(self) -> dict[str, int]:
-        """How many layers each rewrite has, by name."""
+        """Number of layers of each rewrite, by name."""
         counts: Counter[str] = Counter()
         for p in self.placements:
             counts[p.rewrite] += len(p.layers)
@@ -115,7 +115,7 @@ class Mix:
         return dict(counts)
 
 
-def mix_of(placements: Sequence[Placement], formats: Mapping[int, str] | None = None, base: str = Mix.base) -> Mix:
+def mix_of(placements: Sequence[PlacedRewrite], formats: Mapping[int, str] | None = None, base: str = Mix.base) -> Mix:
     """A mix with its parts in order, so that equal mixes have equal keys."""
     return Mix(tuple(sorted(placements)), tuple(sorted((formats or {}).items())), base)
 

@@ -36,7 +36,7 @@ def keep_shared(known: Applied) -> None:
 
 
 @dataclass(frozen=True)
-class Change:
+class WindowChange:
     """Effect of a rewrite on one window: sums in nats over the window's tokens.
 
     `divergence`: KL(original ‖ rewritten) over its `tokens` positions; `rise`: of the loss, over `predicted` tokens.
@@ -48,7 +48,7 @@ class Change:
     predicted: int
 
 
-class Reference:
+class WindowReference:
     """Predictions of the original in one window: from its token ids, int64 [T], and logits [T, vocabulary]."""
 
     def __init__(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class Reference:
         self.log = logits.float().log_softmax(-1)
         self.loss = -float(self.log[:-1].gather(-1, self.following).double().sum())
 
-    def change(self, logits: torch.Tensor) -> Change:
+    def change(self, logits: torch.Tensor) -> WindowChange:
         """Effect of other logits [T, vocabulary]."""
         divergence = loss = 0.0
         for first in range(0, len(logits), _ROWS):
@@ -64,11 +64,11 @@ class Reference:
             divergence += float(torch.linalg.vecdot(old.exp(), old - new).double().sum())
             following = self.following[first : first + _ROWS]
             loss -= float(new[: len(following)].gather(-1, following).double().sum())
-        return Change(divergence, loss - self.loss, len(logits), len(logits) - 1)
+        return WindowChange(divergence, loss - self.loss, len(logits), len(logits) - 1)
 
 
 @dataclass(frozen=True)
-class Part:
+class ChangedPart:
     """A program that is given stream values of the original, by name, and returns another one.
 
     `end`: the layer after the last one that differs, from which on the original goes on with what it returns. `given`:
@@ -108,7 +108,7 @@ class Computed:
         self._layers = [between(original, [self.starts[n]], self.starts[n + 1]) for n in range(count)]
         self._head = between(original, [self.starts[-1]])
 
-    def part(self, mix: Mix) -> Part:
+    def part(self, mix: Mix) -> ChangedPart:
         """Effect of `mix`, compared with the original, which changes something, its messages quantized however short.
         Raises RewriterError as passes do."""
         recipe = recipe_of(mix)
@@ -123,13 +123,13 @@ class Computed:
             if node.op == "placeholder" and str(node.target) in given and not node.users:
                 del given[str(node.target)]
                 cut.graph.erase_node(node)
-        return Part(cut, end, given)
+        return ChangedPart(cut, end, given)
 
     @torch.no_grad()
-    def changes(self, parts: Sequence[Part], ids: torch.Tensor) -> list[Change]:
+    def changes(self, parts: Sequence[ChangedPart], ids: torch.Tensor) -> list[WindowChange]:
         """Effect of each part in one window, int64 [T]."""
         logits, *values = self._run(self._whole, ids)
-        reference = Reference(ids, logits[0])
+        reference = WindowReference(ids, logits[0])
         groups: list[tuple[list[int], torch.Tensor]] = []  # numbers of parts, and their streams [N, T, D]
         for layer in range(self.layers):
             start = given_names([self.starts[layer]])[0]
@@ -142,16 +142,16 @@ class Computed:
                     for i in some
                 ]
                 groups.append((some, torch.cat(streams)))
-        changes: dict[int, Change] = {}
+        changes: dict[int, WindowChange] = {}
         for some, x in groups:
             logits = self._run(self._head, ids, {given_names([self.starts[-1]])[0]: x})
             changes |= dict(zip(some, map(reference.change, logits), strict=True))
         return [changes[i] for i in range(len(parts))]
 
     @torch.no_grad()
-    def reference(self, ids: torch.Tensor) -> Reference:
+    def reference(self, ids: torch.Tensor) -> WindowReference:
         """Predictions of the original in one window, int64 [T]."""
-        return Reference(ids, self._run(self.original, ids)[0])
+        return WindowReference(ids, self._run(self.original, ids)[0])
 
     def _run(
         self, program: Program, ids: torch.Tensor, given: Mapping[str, torch.Tensor] | None = None

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from rewriter.search.choices import Mix, Placement, mix_of
+from rewriter.search.choices import Mix, PlacedRewrite, mix_of
 
 _MOST = 160  # mixes of the first layers that are kept
 _TRUST = 0.05  # weight of "costs add up" against one measured mix
@@ -45,7 +45,7 @@ class Estimate:
     @property
     def mix(self) -> Mix:
         formats = {n: o.format for o in self.taken if o.format for n in range(o.start, o.start + o.layers)}
-        return mix_of([Placement(o.start, o.rewrite) for o in self.taken if o.rewrite], formats, self.base)
+        return mix_of([PlacedRewrite(o.start, o.rewrite) for o in self.taken if o.rewrite], formats, self.base)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Costs:
 
     def option(self, option: Option) -> float:
         """The cost of an option; infinite where a part of it was not measured."""
-        parts = [mix_of([Placement(option.start, option.rewrite)])] if option.rewrite else []
+        parts = [mix_of([PlacedRewrite(option.start, option.rewrite)])] if option.rewrite else []
         if option.format:
             parts += [mix_of([], {n: option.format}) for n in range(option.start, option.start + option.layers)]
         return sum(self._factor(mix) * self.alone.get(mix, math.inf) for mix in parts)

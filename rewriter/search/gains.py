@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
-from rewriter.predict.analytic import Predictor
+from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates
-from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.results import generation_seconds
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, Mix, Placement, mix_of, recipe_of
+from rewriter.search.choices import BY_NAME, Mix, PlacedRewrite, mix_of, recipe_of
 from rewriter.search.computed import keep_shared
 
 
@@ -39,14 +37,12 @@ class Gains:
     speeds: dict[str, Speed | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        fabric = self.cluster.fabric
-        self.fabric = fabric if isinstance(fabric, Fabric) else load_fabric(fabric)
-        load = self.workload
-        self.predictor = Predictor(self.fabric, load, self.cluster.what_if, load.nodes, self.cluster.library)
-        self.candidates = Candidates(self.program, load.sp)
+        self.predictor = Predictor(self.workload, self.cluster)
+        self.fabric = self.predictor.fabric
+        self.candidates = Candidates(self.program, self.workload.sp)
 
     def speed(self, mix: Mix) -> Speed | None:
-        """Of a mix; None where its passes, or the fabric, refuse it."""
+        """Speed of a mix; None where its passes, or the fabric, refuse it."""
         if mix.key not in self.speeds:
             try:
                 self.speeds[mix.key] = self.of_recipe(recipe_of(mix))
@@ -56,7 +52,7 @@ class Gains:
         return self.speeds[mix.key]
 
     def of_recipe(self, recipe: Recipe) -> Speed:
-        """Of a recipe. Raises RewriterError where its passes, or the fabric, refuse it."""
+        """Speed of a recipe. Raises RewriterError where its passes, or the fabric, refuse it."""
         load, program = self.workload, self.candidates.one(recipe, self.workload.tp).program
         done = self.predictor.simulate(program, record=False)
         seconds = generation_seconds(done.prefill, done.decode, load.generate)
@@ -94,7 +90,7 @@ def gain_of(
     room = room[1:] or room
     for some in ([room[len(room) // 2]], room):
         formats = {n: format for start in some for n in range(start, start + length) if format}
-        speed = gains.speed(mix_of([Placement(start, rewrite) for start in some if rewrite], formats, base))
+        speed = gains.speed(mix_of([PlacedRewrite(start, rewrite) for start in some if rewrite], formats, base))
         if speed is None or standard is None:
             return None
         times.append(standard.seconds - speed.seconds)

@@ -15,8 +15,8 @@ import torch
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.measure.drift import available_memory
-from rewriter.search.choices import FORMATS, REWRITES, Mix, Placement, mix_of
-from rewriter.search.computed import Change, Computed, Part
+from rewriter.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of
+from rewriter.search.computed import ChangedPart, Computed, WindowChange
 from rewriter.search.result import Rise, rise_of
 from rewriter.search.texts import Text
 from rewriter.weights import Checkpoint
@@ -107,13 +107,13 @@ class Measurements:
     text: Text
     store: Store
     refused: dict[str, str] = field(default_factory=dict)
-    _parts: dict[Mix, Part] = field(default_factory=dict)  # of single rewrites
+    _parts: dict[Mix, ChangedPart] = field(default_factory=dict)  # of single rewrites
 
     def applicable(self) -> list[Mix]:
         """Every rewrite of every layer that applies, and every format of messages of every layer, alone."""
         layers = self.computed.layers
         mixes = [
-            (rewrite.name, mix_of([Placement(start, rewrite.name)]))
+            (rewrite.name, mix_of([PlacedRewrite(start, rewrite.name)]))
             for rewrite in REWRITES
             for start in range(layers - rewrite.layers + 1)
         ]
@@ -125,7 +125,7 @@ class Measurements:
                 self.refused.setdefault(name, str(error))
         return list(self._parts)
 
-    def alone(self, mixes: Sequence[Mix], report: Callable[[float, float], None]) -> dict[Mix, Change]:
+    def alone(self, mixes: Sequence[Mix], report: Callable[[float, float], None]) -> dict[Mix, WindowChange]:
         """Effect of each mix in the first window of the calibration text."""
         changes = self._changes(mixes, self.text.calibration[:1], "alone", report)
         return {mix: of_windows[0] for mix, of_windows in changes.items()}
@@ -154,7 +154,7 @@ class Measurements:
 
     def _changes(
         self, mixes: Sequence[Mix], windows: torch.Tensor, what: str, report: Callable[[float, float], None]
-    ) -> dict[Mix, list[Change]]:
+    ) -> dict[Mix, list[WindowChange]]:
         """Effect of each mix on each of `windows`, int64 [N, T]."""
         keys = {mix: f"{what} {mix.key}" for mix in mixes}
         missing = [mix for mix, key in keys.items() if key not in self.store.values]
@@ -167,4 +167,4 @@ class Measurements:
                 made.append(self.computed.changes(parts, ids))
             by_mix = zip(some, zip(*made, strict=True), strict=True)
             self.store.put({keys[mix]: [asdict(change) for change in changes] for mix, changes in by_mix})
-        return {mix: [Change(**change) for change in self.store.values[key]] for mix, key in keys.items()}
+        return {mix: [WindowChange(**change) for change in self.store.values[key]] for mix, key in keys.items()}

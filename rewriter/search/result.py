@@ -12,7 +12,7 @@ from typing import Any
 
 from rewriter.recipes.recipe import Measured, MeasuredRise
 from rewriter.search.choices import Mix, recipe_of
-from rewriter.search.computed import Change
+from rewriter.search.computed import WindowChange
 from rewriter.search.gains import Speed
 
 _DIGITS = 5
@@ -20,7 +20,7 @@ _DIGITS = 5
 
 @dataclass(frozen=True)
 class Rise:
-    """Means over windows, nats per token, beside the original's `loss`.
+    """Means over windows, nats per token, with the original's `loss`.
 
     `rise`: by how much the rewritten model's loss is higher, with its standard `error` over windows. On a text that the
     model wrote itself that is `kl`, the mean KL(original ‖ rewritten): the rise that is expected, over all that the
@@ -44,7 +44,7 @@ class Rise:
         return self.error / self.loss
 
 
-def rise_of(changes: Sequence[Change], loss: float, own: bool = False) -> Rise:
+def rise_of(changes: Sequence[WindowChange], loss: float, own: bool = False) -> Rise:
     """The means of windows where the original has `loss` nats per token; `own`: it wrote them itself."""
     kl = max(sum(c.divergence for c in changes) / sum(c.tokens for c in changes), 0.0)
     seen = sum(c.rise for c in changes) / sum(c.predicted for c in changes)
@@ -76,7 +76,7 @@ class Single:
 
 
 @dataclass(frozen=True)
-class Point:
+class SearchPoint:
     """A mix, measured and predicted. `estimated`: the cost that was estimated for it before it was measured, nats per
     token of KL. `held_out`: its rise on the text that was held out, where it was measured there."""
 
@@ -95,7 +95,7 @@ class SearchResult:
 
     `budget`: the rise in loss that was asked for, as a share of the original's loss on the calibration text (`loss`,
     nats per token). `agreement`: Kendall's τ of the estimated and the measured order of the front. `recipe`: the chosen
-    one as YAML, with its measurements. `text`: what was measured on, in words. `ranks`: of the mesh, "tp" and "sp".
+    one as YAML, with its measurements. `text`: what was measured on. `ranks`: of the mesh, "tp" and "sp".
     """
 
     model: str
@@ -107,8 +107,8 @@ class SearchResult:
     text: str
     loss: float
     standard: Speed
-    chosen: Point
-    points: tuple[Point, ...]
+    chosen: SearchPoint
+    points: tuple[SearchPoint, ...]
     singles: tuple[Single, ...]
     agreement: float
     rounds: int
@@ -118,7 +118,7 @@ class SearchResult:
     seconds: float = 0.0
 
     @property
-    def front(self) -> tuple[Point, ...]:
+    def front(self) -> tuple[SearchPoint, ...]:
         """The points of which no other is both faster and closer to the original, fastest first."""
         return tuple(p for p in self.points if p.front)
 
@@ -127,11 +127,10 @@ class SearchResult:
         data = asdict(self)
         data["points"] = [_point(p) for p in self.points]
         data["chosen"] = _point(self.chosen)
-        data["singles"] = [asdict(s) for s in self.singles]
         return data
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: SearchPoint) -> dict[str, Any]:
     return {
         "mix": point.mix.key,
         "layers": point.mix.counts(),

@@ -21,11 +21,11 @@ from rewriter.predict.entry import traced
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
 from rewriter.search.choices import BY_NAME, FORMATS, Mix
-from rewriter.search.computed import Change, Computed
+from rewriter.search.computed import Computed, WindowChange
 from rewriter.search.front import Costs, Estimate, Option, agreement, front
 from rewriter.search.gains import Gains, gain_of
 from rewriter.search.measurements import Measurements, Store, StreamedWeights
-from rewriter.search.result import Point, SearchResult, Single, recipe_with_measurements
+from rewriter.search.result import SearchPoint, SearchResult, Single, recipe_with_measurements
 from rewriter.search.texts import Text, text_for
 from rewriter.weights import Checkpoint
 from rewriter.weights.finite import check_finite, watched
@@ -40,7 +40,7 @@ _BETTER = 1e-3  # a round that makes the fastest mix within the budget faster by
 
 @dataclass(frozen=True)
 class Asked:
-    """What is searched: a rise of `budget` (a share of the loss) at most, on `workload` and `cluster`.
+    """Question of a search: a rise of `budget` (a share of the loss) at most, on `workload` and `cluster`.
 
     `text`: a calibration text, or None. `windows`: of text, to calibrate, to hold out.
     """
@@ -85,7 +85,7 @@ def opened(
     state: Path | None = None,
     context: RunContext = RunContext(),
 ) -> tuple[Measurements, Gains]:
-    """What measures mixes of a model on its text, and what predicts them. Raises RewriterError as a search does: what
+    """Measurements of mixes of a model on its text, and their predictions. Raises RewriterError as a search does: what
     can be refused without work is refused first."""
     program = traced(model, context.trust_remote_code)
     gains = Gains(program, asked.workload, asked.cluster)
@@ -123,7 +123,7 @@ class _Search:
     measured: Measurements
     progress: ProgressCall
     singles: list[Single] = field(default_factory=list)
-    points: dict[Mix, Point] = field(default_factory=dict)
+    points: dict[Mix, SearchPoint] = field(default_factory=dict)
 
     @property
     def budget(self) -> float:
@@ -192,7 +192,7 @@ class _Search:
                 options += [Option(n, length, name, format, gain=gain[0], edge=gain[1]) for n in starts[name]]
         return options
 
-    def _singles(self, changes: Mapping[Mix, Change], costs: Costs, options: Sequence[Option]) -> None:
+    def _singles(self, changes: Mapping[Mix, WindowChange], costs: Costs, options: Sequence[Option]) -> None:
         gains = {(o.start, o.rewrite or o.format): o.gain for o in options if not (o.rewrite and o.format)}
         for mix, change in sorted(changes.items(), key=lambda item: item[0].key):
             name, layer = next(iter(mix.counts())), mix.touched[0]
@@ -202,7 +202,7 @@ class _Search:
     # --- mixes ---
 
     def _chosen(self, fronts: Sequence[Sequence[Estimate]], shares: Iterable[float]) -> list[Estimate]:
-        """Of each front the fastest mixes within shares of the budget that were not measured yet, the exact one too."""
+        """The fastest mixes of each front within shares of the budget that were not measured yet, the exact one too."""
         new: dict[Mix, Estimate] = {}
         for estimates in fronts:
             for share in (0.0, *shares):
@@ -218,11 +218,11 @@ class _Search:
         for e in estimates:
             if (speed := speeds.get(e.mix)) is not None:
                 times = self.gains.standard.seconds / speed.seconds
-                self.points[e.mix] = Point(e.mix, speed, rises[e.mix], times, e.cost)
+                self.points[e.mix] = SearchPoint(e.mix, speed, rises[e.mix], times, e.cost)
 
     # --- the result ---
 
-    def _choose(self) -> Point:
+    def _choose(self) -> SearchPoint:
         """The fastest point within the budget, on what was held out as well."""
         within = [p for p in self.points.values() if p.rise.rise <= self.budget]
         budget = self.asked.budget
@@ -276,7 +276,7 @@ class _Search:
         return replace(result, recipe=recipe_with_measurements(result))
 
 
-def with_front(points: Iterable[Point]) -> list[Point]:
+def with_front(points: Iterable[SearchPoint]) -> list[SearchPoint]:
     """The points by rising seconds, with `front` set: no other is at least as fast and as close, and better in one."""
     ordered = sorted(points, key=lambda p: (p.speed.seconds, p.rise.rise))
     least = [math.inf, *accumulate((p.rise.rise for p in ordered), min)]

@@ -1,4 +1,4 @@
-"""Charts of pages: bars of speedups, latency against throughput, speed for loss. Colours are CSS classes of
+"""Plots of pages: latency against throughput, by recipe. Colours are CSS classes of
 `base.html.j2`, which follow the reader's light or dark page and stay apart for colour-blind readers (Okabe and Ito's
 palette, adapted to each ground)."""
 
@@ -8,14 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
-from rewriter.common.numbers import digits, duration, times
-from rewriter.common.svg import log_ticks, number, path, rectangle, svg, text, ticks
-from rewriter.predict.results import PredictedPoint, Prediction
-from rewriter.search.result import SearchResult
-from rewriter.show.search_tables import axis_of, named, place, share
+from rewriter.common.numbers import digits, duration
+from rewriter.common.svg import log_ticks, number, path, svg, text
+from rewriter.predict.results import PredictedPoint
 
 WIDTH, HEIGHT, TOP, BOTTOM = 1000.0, 460.0, 16.0, 46.0
-NAME = 28  # letters of a recipe's name that fit before its bar
 LEGEND = 17.0  # height of a line
 SERIES = 8  # colours --s0 to --s7
 # Outlines around a point, by number of ranks in rising order: circle, square, triangle, diamond, triangle down.
@@ -23,41 +20,10 @@ SHAPES = (
     "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "m-3.5-3.5h7v7h-7z", "m0-4.5l4.5 8h-9z", "m0-5l5 5-5 5-5-5z",
     "m0 4.5l4.5-8h-9z",
 )  # fmt: skip
-_CHOSEN = "m0-8l8 8-8 8-8-8z"
-
-
-def bars(predictions: Sequence[Prediction]) -> str:
-    """Tokens per second of each recipe in multiples of the first's, as bars from zero; empty without any."""
-    if not predictions:
-        return ""
-    left, row, bar = 200.0, 28.0, 18.0
-    most = max(1.0, *(p.speedup for p in predictions)) * 1.02
-    across = (WIDTH - left - 260) / most
-    bottom = 8 + row * len(predictions)
-    parts = []
-    for value in ticks(0, most):
-        x = left + value * across
-        parts += [path(f"M{number(x)} 4V{number(bottom)}", "g"), text(x, bottom + 14, f"{value:g}×", "m c")]
-    for index, p in enumerate(predictions):
-        y = 8 + row * index
-        name = p.recipe if len(p.recipe) <= NAME else f"…{p.recipe[1 - NAME :]}"
-        speed = f"{digits(p.tokens_per_second)} tokens"
-        look = "bn" if not p.fits else "b0" if index == 0 else "bt" if p.kind == "timing only" else "b1"
-        remark = " · does not fit" if not p.fits else " · timing only" if p.kind == "timing only" else ""
-        x, width = left + p.speedup * across + 8, max(p.speedup * across, 1)
-        parts += [
-            text(left - 10, y + bar - 4, name, "e"),
-            rectangle(left, y, width, bar, look, f"{p.recipe}: {times(p.speedup)}, {speed} per second"),
-            text(x, y + bar - 4, times(p.speedup), "b"),
-            text(x + 46, y + bar - 4, f"{speed}/s{remark}", "m"),
-        ]
-    parts.append(path(f"M{number(left + across)} 4V{number(bottom)}", "r1"))
-    said = ", ".join(f"{p.recipe} {times(p.speedup)}" for p in predictions)
-    return svg(WIDTH, bottom + 22, f"Tokens per second against {predictions[0].recipe}", said, "", parts)
 
 
 @dataclass(frozen=True)
-class _Plot:
+class Plot:
     """Places of values in a plot whose right margin is `right` wide. `across` and `up` are from 0 to 1."""
 
     right: float
@@ -96,7 +62,7 @@ def pareto(points_of: Mapping[str, Sequence[PredictedPoint]]) -> str:
         return ""
     xs, ys = [q.seconds_per_token for q in points], [q.tokens_per_second_per_gpu for q in points]
     (left, right), (low, high) = ((min(values) / 1.15, max(values) * 1.15) for values in (xs, ys))
-    plot = _Plot(230.0, lambda x: log(x / left) / log(right / left), lambda y: log(y / low) / log(high / low))
+    plot = Plot(230.0, lambda x: log(x / left) / log(right / left), lambda y: log(y / low) / log(high / low))
     parts = plot.axes(
         {value: _tick(duration(value)) for value in log_ticks(left, right)},
         {value: _tick(digits(value)) for value in log_ticks(low, high)},
@@ -146,28 +112,3 @@ def _tick(label: str) -> str:
     amount, _, unit = label.partition(" ")
     short = amount.rstrip("0").rstrip(".") if "." in amount else amount
     return f"{short} {unit}".strip()
-
-
-def speed_for_loss(result: SearchResult) -> str:
-    """Speedups over rises in loss. The rise is logarithmic; what is exact stands at the left edge."""
-    low, high = axis_of(result.points)
-    speeds = [p.speedup for p in result.points]
-    bottom, top = min(speeds), max(max(speeds), min(speeds) + 0.01)
-    plot = _Plot(24.0, lambda rise: place(rise, low, high), lambda speed: (speed - bottom) / (top - bottom))
-    parts = plot.axes(
-        {value: share(value) for value in log_ticks(low, high)},
-        {value: times(value) for value in ticks(bottom, top)},
-        "rise in loss (less is better); dashed: the budget",
-    )
-    if low <= result.budget <= high:
-        parts.append(plot.vertical(result.budget, "r1"))
-    line = sorted(result.front, key=lambda p: p.speed.seconds)
-    if len(line) > 1:
-        parts.append(path("M" + "L".join(plot.at(p.rise.relative, p.speedup) for p in line), "pl s1"))
-    for p in result.points:
-        chosen = p.mix == result.chosen.mix
-        shape, look = (_CHOSEN, "pp s2") if chosen else (SHAPES[0], "pp s1" if p.front else "pp s0 o")
-        said = f"{named(p.mix)}: {times(p.speedup)}, a rise of {share(p.rise.relative)}"
-        parts.append(path(f"M{plot.at(p.rise.relative, p.speedup)}{shape}", look, said))
-    said = "Predicted speedups over measured rises in loss; the table below has the points of the front."
-    return svg(WIDTH, HEIGHT, "Speed for loss", said, "", parts)

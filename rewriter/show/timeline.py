@@ -22,7 +22,7 @@ ENLARGED = 2  # layers
 
 @dataclass(frozen=True)
 class Scale:
-    """What all drawings of a phase share. `seconds`: of the longest pass. `layers`: those enlarged, none where the
+    """The scale of all drawings of a phase. `seconds`: of the longest pass. `layers`: those enlarged, none where the
     model has no layers; `window`: seconds of the longest stretch of them. `streams`: rows of communication."""
 
     seconds: float
@@ -43,7 +43,7 @@ def scale(phases: Sequence[Phase]) -> Scale:
 
 
 def window(phase: Phase, layers: Sequence[int]) -> tuple[float, float]:
-    """When the compute stream is in these layers; the whole pass where it never is."""
+    """Begin and end of the compute stream's work in these layers; the whole pass where it never is."""
     inside = [s for s in phase.spans if s.lane == "compute" and s.layer in layers]
     if not inside:
         return 0.0, phase.seconds
@@ -109,15 +109,15 @@ def waits(phase: Phase) -> list[tuple[float, float]]:
 
 def _cut(spans: Sequence[Span], within: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The parts of exposed spans inside these stretches; both are in order of time."""
-    found, first = [], 0
+    parts, first = [], 0
     for s in spans:
         while first < len(within) and within[first][1] <= s.start:
             first += 1
         place = first
         while s.exposed and place < len(within) and within[place][0] < s.end:
-            found.append((max(s.start, within[place][0]), min(s.end, within[place][1])))
+            parts.append((max(s.start, within[place][0]), min(s.end, within[place][1])))
             place += 1
-    return found
+    return parts
 
 
 def _enlarged(phase: Phase, common: Scale, rows: Sequence[str], top: float) -> list[str]:

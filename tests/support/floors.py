@@ -19,10 +19,12 @@ COMPILER = [
 ]
 RUNTIME = [{"runtime"}, {"training", "emulation"}]
 TOP = [
-    {"predict", "adapt", "serving", "doctor", "explain"},
+    {"predict", "adapt", "serving", "doctor"},
     {"search"},
+    {"show"},
+    {"explain"},
     {"api"},
-    {"__init__", "show"},
+    {"__init__"},
     {"cli"},
 ]
 

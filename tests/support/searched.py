@@ -8,9 +8,9 @@ import torch
 import zoo
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rewriter.search.choices import FORMATS, Mix, Placement, mix_of, recipe_of
+from rewriter.search.choices import FORMATS, Mix, PlacedRewrite, mix_of, recipe_of
 from rewriter.search.gains import Speed
-from rewriter.search.result import Point, Rise, SearchResult, Single
+from rewriter.search.result import Rise, SearchPoint, SearchResult, Single
 from rewriter.search.run import with_front
 
 LAYERS = 6
@@ -38,7 +38,7 @@ def parse(key: str) -> Mix:
         if name in FORMATS:
             formats[int(layer)] = name
         else:
-            placements.append(Placement(int(layer), name))
+            placements.append(PlacedRewrite(int(layer), name))
     return mix_of(placements, formats, base)
 
 
@@ -62,7 +62,7 @@ def result() -> SearchResult:
         (mix("ladder@2", "ladder@3", "parallel@5"), 1.4, 0.3),
     ]
     points = with_front(
-        Point(
+        SearchPoint(
             m,
             Speed(0.5 / s, 0.02 / s, 1e-3 / s),
             rise(r),

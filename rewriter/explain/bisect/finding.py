@@ -57,39 +57,29 @@ class Bisection:
         """The report as JSON."""
         return json_text(asdict(self), indent=2, default=str)
 
-    def sentence(self) -> str:
-        """The result in a sentence."""
-        fault = self.fault
-        if fault is None:
-            return "Nothing parts: every stage computes what it should."
-        where = f"layer {fault.layer}" if fault.layer is not None else "outside of the layers"
-        parts = (fault.module, fault.statement, fault.cause)
-        return f"They part in {fault.stage}, {where}: {'; '.join(filter(None, parts))}"
-
     def __rich__(self) -> RenderableType:
-        table = plain_table(None, self.what, "", "", whole=(self.what,), numbers=("",), **WIDE)
+        table, fault = plain_table(None, self.what, "", "", whole=(self.what,), numbers=("",), **WIDE), self.fault
         for step in self.steps:
             mark = "[green]same[/]" if step.held else "[red]parts[/]"
-            error = "" if step.error is None else f"{step.error:.1e}"
-            table.add_row(escape(step.name), error, mark + (f"  [dim]{escape(step.note)}[/]" if step.note else ""))
-        parts: list[RenderableType] = [table, Text()]
-        if self.fault is None:
-            parts.append(Text(self.sentence(), "bold"))
-        else:
-            fault = self.fault
-            facts = {
-                "layer": "outside of the layers" if fault.layer is None else str(fault.layer),
-                "module": fault.module,
-                "statement": fault.statement,
-                "relative error": "" if fault.error is None else f"{fault.error:.1e}",
-                "why": fault.cause,
-            }
-            table = plain_table(None, "they part in", fault.stage, whole=("they part in",), **WIDE)
-            for name, value in facts.items():
-                if value:
-                    table.add_row(name, escape(value))
-            parts.append(table)
-            if fault.difference:
-                parts += [Text(), Syntax("\n".join(fault.difference), "diff", background_color="default"), Text()]
-        parts += [Text(note, "dim") for note in self.notes]
-        return Group(*parts)
+            note = f"  [dim]{escape(step.note)}[/]" if step.note else ""
+            table.add_row(escape(step.name), _error(step.error), mark + note)
+        notes = [Text(note, "dim") for note in self.notes]
+        if fault is None:
+            return Group(table, Text(), Text("Nothing parts: every stage computes what it should.", "bold"), *notes)
+        facts = {
+            "layer": "outside of the layers" if fault.layer is None else str(fault.layer),
+            "module": fault.module,
+            "statement": fault.statement,
+            "relative error": _error(fault.error),
+            "why": fault.cause,
+        }
+        place = plain_table(None, "they part in", fault.stage, whole=("they part in",), **WIDE)
+        for name, value in facts.items():
+            if value:
+                place.add_row(name, escape(value))
+        changed = Syntax("\n".join(fault.difference), "diff", background_color="default")
+        return Group(table, Text(), place, *([Text(), changed, Text()] if fault.difference else []), *notes)
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"

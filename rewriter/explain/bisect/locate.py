@@ -12,9 +12,10 @@ from torch import fx, nn
 from rewriter.explain.bisect.finding import Fault
 from rewriter.explain.bisect.recording import Key, Record, first_input, record
 from rewriter.explain.bisect.values import Point, Ranks, Values, difference, first_parting, reordered
-from rewriter.ir import Body, Program, ops, walk_modules
+from rewriter.ir import Body, Module, Program, ops, walk_modules
 from rewriter.ir.marks import marks
 from rewriter.ir.printing import body_text, statement
+from rewriter.ir.simulate import Shards
 
 _EXCHANGES = frozenset(
     {ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.copy_to_group, ops.agreed, ops.gather_tokens}
@@ -36,6 +37,12 @@ class Stage:
     limit: float
     host: nn.Module | None = None
 
+    def record(self, path: str = "", inputs: Sequence[Shards] = (), before: bool = False) -> Record:
+        """Values of the program, or of one before the pass; with `path` of one module, given `inputs`."""
+        program, weights = (self.before, self.weights_before) if before else (self.program, self.weights)
+        assert program is not None
+        return record(program, self.ids, weights, self.host, path, inputs)
+
 
 def locate(stage: Stage, rec: Record) -> Fault:
     """The first statement that computes something else than it should, or reads something else.
@@ -46,13 +53,19 @@ def locate(stage: Stage, rec: Record) -> Fault:
     """
     points, values = rec.points(), rec.shown()
     parting = first_parting(values, stage.expected, stage.limit)
-    if parting is None:
-        return _stopped(stage, rec)
+    if parting is None:  # it cannot be run, and nothing is wrong before that
+        node, why = rec.stopped or (None, "its logits are not known")
+        if node is None:
+            return Fault(stage.name, cause=why)
+        path, layer = str(node.target) if node.op == "call_module" else "", layer_of_node(stage.program, node)
+        changed = _difference(stage, path, {layer})
+        return Fault(stage.name, layer, path, text_of(node), f"it cannot be computed: {why}", changed)
     point, error = parting
     known = [p for p in list(values)[: list(values).index(point)] if p in stage.expected]
     # a module that returns what it should was given what it should
     right = {points[p] for point in known for p in (point, ("given", point[1])) if p in points}
-    module = _called(rec, point)
+    calls = (n for n in rec.nodes.values() if n.op == "call_module" and point[0] in ("given", "returned"))
+    module = next((n for n in calls if n.target == point[1]), None)
     if point[0] == "returned" and module is not None:
         fault = _in_module(stage, rec, module, points.get(("given", point[1])) in right, error)
         if fault is not None:
@@ -60,63 +73,40 @@ def locate(stage: Stage, rec: Record) -> Fault:
     return _in_wiring(stage, rec, point, module, right, error)
 
 
-def _called(rec: Record, point: Point) -> fx.Node | None:
-    calls = (n for (prefix, _), n in rec.nodes.items() if not prefix and n.op == "call_module")
-    return next((n for n in calls if point[0] in ("given", "returned") and n.target == point[1]), None)
-
-
-def _stopped(stage: Stage, rec: Record) -> Fault:
-    """A program that cannot be run, and of which nothing is wrong before that."""
-    node, why = rec.stopped or (None, "its logits are not known")
-    if node is None:
-        return Fault(stage.name, cause=why)
-    path = str(node.target) if node.op == "call_module" else ""
-    layer = layer_of_node(stage.program, node)
-    changed = _module_difference(stage, path) if path else _wiring_difference(stage, {layer})
-    return Fault(stage.name, layer, path, text_of(node), f"it cannot be computed: {why}", changed)
-
-
-# --- inside of a module ----------------------------------------------------------------------------------------------
-
-
 def _in_module(stage: Stage, rec: Record, node: fx.Node, given_right: bool, error: float) -> Fault | None:
     """The first node inside the module that `node` calls whose value is wrong; None where the module computes what it
     should of its inputs."""
     path = str(node.target)
     inputs = [rec.shards[a] for a in node.args if isinstance(a, fx.Node)]
-    inner = record(stage.program, stage.ids, stage.weights, stage.host, path, inputs)
+    inner = stage.record(path, inputs)
     earlier: Record | None = None
     if stage.before is not None and path in stage.before.modules:
-        earlier = record(stage.before, stage.ids, stage.weights_before, stage.host, path, inputs)
-        both = inner.result, earlier.result
-        if both[0] is not None and both[1] is not None and difference(both[0], both[1]) <= stage.limit:
+        earlier = stage.record(path, inputs, before=True)
+        ours, theirs = inner.result, earlier.result
+        if ours is not None and theirs is not None and difference(ours, theirs) <= stage.limit:
             return None
     elif not given_right:
         return None
+    layer = layer_of_path(stage.program, path)
     for key, value in inner.values.items():
-        expected = _shown_inside(stage.expected, key, inner.nodes[key]) if earlier is None else earlier.values.get(key)
+        wrong = inner.nodes[key]
+        expected = _shown_inside(stage.expected, key, wrong) if earlier is None else earlier.values.get(key)
         if expected is None or (inside := difference(value, expected)) <= stage.limit:
             continue
         if not reordered(value, expected, stage.limit):
-            wrong, body = inner.nodes[key], key[0].rstrip(".")
+            body = key[0].rstrip(".")
             where = key[0] + str(wrong.target) if wrong.op == "call_module" else body
-            changed, layer = _module_difference(stage, body or path), layer_of_path(stage.program, path)
-            return Fault(stage.name, layer, where or path, text_of(wrong), "", changed, inside)
+            return Fault(stage.name, layer, where or path, text_of(wrong), "", _difference(stage, body or path), inside)
     cause = "" if inner.stopped is None else f"it cannot be computed: {inner.stopped[1]}"
-    changed = _module_difference(stage, path)
-    return Fault(stage.name, layer_of_path(stage.program, path), path, text_of(node), cause, changed, error)
+    return Fault(stage.name, layer, path, text_of(node), cause, _difference(stage, path), error)
 
 
 def _shown_inside(expected: Values, key: Key, node: fx.Node) -> Ranks | None:
     """The reference's value of a node inside a module: the result of one inside, or what one inside is given."""
-    prefix = key[0]
     if node.op == "call_module":
-        return expected.get(("returned", prefix + str(node.target)))
-    users = [u for u in node.users if u.op == "call_module" and first_input(u) is node]
-    return next((expected.get(("given", prefix + str(u.target))) for u in users), None)
-
-
-# --- between modules -------------------------------------------------------------------------------------------------
+        return expected.get(("returned", key[0] + str(node.target)))
+    users = (u for u in node.users if u.op == "call_module" and first_input(u) is node)
+    return next((expected.get(("given", key[0] + str(u.target))) for u in users), None)
 
 
 def _in_wiring(
@@ -126,28 +116,21 @@ def _in_wiring(
     value = rec.nodes[rec.points()[point]] if reader is None else first_input(reader)
     if reader is None or ("", value.name) not in right:
         layer = layer_of_node(stage.program, value)
-        return Fault(stage.name, layer, "", text_of(value), "", _wiring_difference(stage, {layer}), error)
-    path = str(reader.target)
-    layer = layer_of_path(stage.program, path)
-    meant = stage.expected[point] if point[0] == "given" else None
-    wiring = (v for (prefix, _), v in rec.values.items() if not prefix)
-    lost = None
-    if meant is not None and not any(difference(v, meant, partial=False) <= stage.limit for v in wiring):
-        lost = _lost(stage, reader)
-    if lost is not None and stage.before is not None:
-        gone = layer_of_node(stage.before, lost)
-        cause = f"it is gone: {reader.name} reads {value.name}"
-        return Fault(stage.name, gone, "", text_of(lost), cause, _wiring_difference(stage, {gone, layer}), error)
+        return Fault(stage.name, layer, "", text_of(value), "", _difference(stage, layers={layer}), error)
+    path, layer = str(reader.target), layer_of_path(stage.program, str(reader.target))
+    if point[0] == "given" and stage.before is not None:
+        # the statement that it read before the pass, where that is gone, and nothing else has its value
+        now, meant = {n.name for n in stage.program.graph.nodes}, stage.expected[point]
+        reads = (source for n in stage.before.graph.nodes if n.name == reader.name for source in n.all_input_nodes)
+        lost = next((n for n in reads if n.name not in now and n.target not in _EXCHANGES), None)
+        known = any(difference(v, meant, partial=False) <= stage.limit for v in rec.values.values())
+        if lost is not None and not known:
+            gone = layer_of_node(stage.before, lost)
+            cause = f"it is gone: {reader.name} reads {value.name}"
+            changed = _difference(stage, layers={gone, layer})
+            return Fault(stage.name, gone, "", text_of(lost), cause, changed, error)
     cause = f"it reads {value.name}, which is not what it should read"
-    return Fault(stage.name, layer, path, text_of(reader), cause, _wiring_difference(stage, {layer}), error)
-
-
-def _lost(stage: Stage, reader: fx.Node) -> fx.Node | None:
-    """The statement that `reader` read before the pass, where it is gone."""
-    before = () if stage.before is None else stage.before.graph.nodes
-    now = {n.name for n in stage.program.graph.nodes}
-    reads = (source for n in before if n.name == reader.name for source in n.all_input_nodes)
-    return next((n for n in reads if n.name not in now and n.target not in _EXCHANGES), None)
+    return Fault(stage.name, layer, path, text_of(reader), cause, _difference(stage, layers={layer}), error)
 
 
 # --- statements ------------------------------------------------------------------------------------------------------
@@ -167,43 +150,35 @@ def layer_of_path(program: Program, path: str) -> int | None:
 
 def layer_of_node(program: Program, node: fx.Node) -> int | None:
     """The decoder layer of a wiring node: its own, else that of the values that it is made from."""
-    seen, todo = set(), [node]
-    while todo:
-        current = todo.pop(0)
+    todo = [node]
+    for current in todo:
         if (layer := marks(current).layer) is not None:
             return layer
         if current.op == "call_module":
             return layer_of_path(program, str(current.target))
-        if current not in seen:
-            seen.add(current)
-            todo += current.all_input_nodes
+        todo += [n for n in current.all_input_nodes if n not in todo]
     return None
 
 
-def _wiring_difference(stage: Stage, layers: Collection[int | None]) -> list[str]:
-    """The wiring of some layers before the pass and after it."""
+def _difference(stage: Stage, path: str = "", layers: Collection[int | None] = ()) -> list[str]:
+    """The IR before the pass and after it: of a module, with its parameters and what ranks hold of them, or without
+    `path` of the wiring of `layers`."""
+
+    def kind(module: Module) -> str:
+        return str(getattr(module, "class_name", module))
 
     def lines(program: Program) -> list[str]:
-        computed = (n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
-        return [text_of(n) for n in computed if layer_of_node(program, n) in layers]
-
-    return [] if stage.before is None else changed_lines(lines(stage.before), lines(stage.program), stage.name)
-
-
-def _module_difference(stage: Stage, path: str) -> list[str]:
-    """The IR of a module, and its parameters with what ranks hold of them, before the pass and after it."""
-
-    def lines(program: Program) -> list[str]:
+        if not path:
+            computed = (n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
+            return [text_of(n) for n in computed if layer_of_node(program, n) in layers]
         module = dict(walk_modules(program.modules)).get(path)
-        text = (
-            body_text(module, lambda m: getattr(m, "class_name", str(m)), True) if isinstance(module, Body) else module
-        )
-        held = {n: p for n, p in program.parameters.items() if n.startswith(f"{path}.")}
+        text = body_text(module, kind, full=True) if isinstance(module, Body) else str(module)
         parameters = [
             f"{n}{list(p.shape)} = {p.expression}" + ("" if p.ranges is None else f", dim {p.dim}: {p.ranges}")
-            for n, p in held.items()
+            for n, p in program.parameters.items()
+            if n.startswith(f"{path}.")
         ]
-        return [*str(text).splitlines(), *parameters]
+        return [*text.splitlines(), *parameters]
 
     return [] if stage.before is None else changed_lines(lines(stage.before), lines(stage.program), stage.name)
 

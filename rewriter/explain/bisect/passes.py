@@ -23,9 +23,8 @@ from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.explain.bisect.finding import Bisection, Fault, Step
 from rewriter.explain.bisect.locate import Stage, locate
-from rewriter.explain.bisect.recording import Record, record
+from rewriter.explain.bisect.recording import expected_values
 from rewriter.explain.bisect.values import LOGITS, Values, difference
-from rewriter.explain.bisect.watching import expected_values
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.ir.simulate import load_weights
@@ -42,7 +41,6 @@ from rewriter.weights.finite import require_finite
 from rewriter.weights.plain_model import plain_model
 
 Weights = Literal["shrunken", "real"]
-TRACING = "tracing"
 EXACT_SUMS = "sums that travel quantized were compared as exact sums"
 COPIES = 5  # of the weights in fp32: the model, the programs before and after a pass, what ranks hold of them
 _TOKENS = 21
@@ -84,29 +82,11 @@ def bisect_recipe(
     progress("tracing")
     traced = trace(model, trust_remote_code=context.trust_remote_code)
     passes = calibrate(loaded, traced, tp, None, progress).build()
-    found = Bisection(f"{name_of(model)}, {loaded.name} on {on_ranks(mesh)}")
+    report = Bisection(f"{name_of(model)}, {loaded.name} on {on_ranks(mesh)}")
     with scratch_folder("bisect") as scratch:
-        bisect_on(weights, traced, passes, mesh, scratch, found, progress)
-    return found
-
-
-def bisect_on(
-    weights: Weights,
-    traced: Program,
-    passes: Sequence[Pass],
-    mesh: Mapping[str, int],
-    scratch: Path,
-    found: Bisection,
-    progress: Callable[..., None],
-) -> None:
-    """Bisect `passes` on the real weights of a traced model, or on a shrunken copy of it in `scratch`."""
-    if weights == "real":
-        material = real_material(traced)
-    else:
-        material, passes = _shrunken_material(traced, passes, mesh, scratch, progress)
-    found.on = material.on
-    bisect_passes(material, passes, mesh, found, progress)
-    found.notes.insert(0, f"on {found.on}")
+        material, passes = material_of(weights, traced, passes, mesh, scratch, progress)
+        bisect_passes(material, passes, mesh, report, progress)
+    return report
 
 
 def real_material(traced: Program) -> Material:
@@ -120,10 +100,13 @@ def real_material(traced: Program) -> Material:
     return Material(model, traced, golden_tokens(traced), "the real weights")
 
 
-def _shrunken_material(
-    traced: Program, passes: Sequence[Pass], mesh: Mapping[str, int], scratch: Path, progress: Callable[..., None]
-) -> tuple[Material, list[Pass]]:
-    """A shrunken copy of a traced model in `scratch`, and what the passes become on it."""
+def material_of(
+    weights: Weights, traced: Program, passes: Sequence[Pass], mesh: Mapping[str, int], scratch: Path,
+    progress: Callable[..., None],
+) -> tuple[Material, Sequence[Pass]]:  # fmt: skip
+    """The real weights of a traced model, or a shrunken copy of it in `scratch`, with the passes for it."""
+    if weights == "real":
+        return real_material(traced), passes
     source = traced.source
     assert source.path is not None
     config = load_config(source.path, source.remote_code)
@@ -142,36 +125,40 @@ def bisect_passes(
     material: Material,
     passes: Sequence[Pass],
     mesh: Mapping[str, int],
-    found: Bisection,
+    report: Bisection,
     progress: Callable[..., None] = lambda *_: None,
 ) -> None:
     """Apply `passes` one by one on `mesh` and compare the program after each with its independent reference.
 
-    Adds a step for each to `found`, and the fault where they part. The first step is the trace itself. An exact pass
+    Adds a step for each to `report`, and the fault where they part. The first step is the trace itself. An exact pass
     has to leave the original function, an approximating one what its reference computes. Raises RewriterError where a
     reference cannot be had.
     """
     progress("comparing the trace")
+    report.on = material.on
+    report.notes.append(f"on {report.on}")
     model, traced, ids = material.model, material.traced, material.ids
     weights = load_weights(traced, torch.float32)
     original = expected_values(reference_of(traced, ()), model, ids)
-    stage = Stage(TRACING, traced, None, weights, weights, ids, original, EXACT, model)
-    rec = _record(stage)
-    if not _holds(stage, rec, found, material.kept):
-        return
-    right = rec.shown()
+    stage = Stage("tracing", traced, None, weights, weights, ids, original, EXACT, model)
+    right = _compared(stage, report, material.kept)
     comparable = {p for p in right if p in original and difference(right[p], original[p]) <= EXACT}
     program = apply_passes(traced, (), mesh)
     for number, rewrite in enumerate(passes, start=1):
+        if report.fault is not None:
+            return
         progress(f"comparing after {rewrite.name}", number, len(passes))
         try:
             made = rewrite.apply(program)
             lint(made, rewrite.name)
         except RewriterError as error:
-            found.steps.append(Step(rewrite.name, held=False, note="cannot be applied"))
-            found.fault = Fault(rewrite.name, cause=f"it cannot be applied: {error}")
+            report.steps.append(Step(rewrite.name, held=False, note="cannot be applied"))
+            report.fault = Fault(rewrite.name, cause=f"it cannot be applied: {error}")
             return
         expected = expected_values(reference_of(made, passes[:number]), model, ids)
+        # the stream's values, where the program has as many as the reference
+        count = sum(side == "stream" for side, _ in expected)
+        sides = {"logits", "stream"} if any(marks(n).stream == count - 1 for n in made.graph.nodes) else {"logits"}
         stage = replace(
             stage,
             name=rewrite.name,
@@ -179,44 +166,31 @@ def bisect_passes(
             before=exact(program),
             weights=load_weights(made, torch.float32),
             weights_before=stage.weights,
-            expected={p: v for p, v in expected.items() if p in comparable or _in_stream(p, expected, made)},
+            expected={p: v for p, v in expected.items() if p in comparable or p[0] in sides},
             limit=EXACT if not made.mesh and bound_ranks(made) is None else RANKS,
         )
-        if is_quantized(made) and EXACT_SUMS not in found.notes:
-            found.notes.append(EXACT_SUMS)
+        if is_quantized(made) and EXACT_SUMS not in report.notes:
+            report.notes.append(EXACT_SUMS)
         program = made
-        if not _holds(stage, _record(stage), found, material.kept):
-            return
+        _compared(stage, report, material.kept)
 
 
-def _record(stage: Stage) -> Record:
-    return record(stage.program, stage.ids, stage.weights, stage.host)
-
-
-def _in_stream(point: tuple[str, str], expected: Values, program: Program) -> bool:
-    """The logits, and values of the stream where the program has as many as the reference."""
-    count = sum(side == "stream" for side, _ in expected)
-    whole = any(marks(n).stream == count - 1 for n in program.graph.nodes)
-    return point == LOGITS or (point[0] == "stream" and whole)
-
-
-def _holds(stage: Stage, rec: Record, found: Bisection, kept: Sequence[int] | None) -> bool:
-    """True where a stage computes the right logits; adds the step, and the fault where it does not."""
-    logits = rec.shown().get(LOGITS)
+def _compared(stage: Stage, report: Bisection, kept: Sequence[int] | None) -> Values:
+    """The values of a stage; adds the step to the report, and the fault where the logits are wrong. Layers of a
+    shrunken copy, which has those `kept` of the model, are named as they are in the model."""
+    rec = stage.record()
+    values = rec.shown()
+    logits = values.get(LOGITS)
     error = float("inf") if logits is None else difference(logits, stage.expected[LOGITS], partial=False)
-    held = error <= stage.limit
-    found.steps.append(Step(stage.name, held, error))
-    if not held:
-        found.fault = _of_the_model(locate(stage, rec), kept)
-        if kept is not None:
-            layers = ", ".join(map(str, kept))
-            found.notes.append(f"statements are those of the copy, whose layers are {layers} of the model")
-    return held
-
-
-def _of_the_model(fault: Fault, kept: Sequence[int] | None) -> Fault:
-    """A fault of a shrunken copy, with the layer of the model that it stands for."""
-    if kept is None or fault.layer is None:
-        return fault
-    layer = kept[fault.layer]
-    return replace(fault, layer=layer, module=re.sub(rf"\.{fault.layer}(?=\.|$)", f".{layer}", fault.module, count=1))
+    report.steps.append(Step(stage.name, error <= stage.limit, error))
+    if error <= stage.limit:
+        return values
+    report.fault = fault = locate(stage, rec)
+    if kept is not None:
+        layers = ", ".join(map(str, kept))
+        report.notes.append(f"statements are those of the copy, whose layers are {layers} of the model")
+        if fault.layer is not None:
+            layer = kept[fault.layer]
+            module = re.sub(rf"\.{fault.layer}(?=\.|$)", f".{layer}", fault.module, count=1)
+            report.fault = replace(fault, layer=layer, module=module)
+    return values

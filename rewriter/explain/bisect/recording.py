@@ -1,16 +1,21 @@
-"""The values of a program's nodes, on all ranks, while it is simulated."""
+"""Values of a computation while it runs: of a program that is simulated on all ranks, and of its eager reference."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
+from rewriter.check.reference_modes import Reference
 from rewriter.common.errors import RewriterError
-from rewriter.explain.bisect.values import LOGITS, Point, Ranks, Values
+from rewriter.explain.bisect.values import LOGITS, Point, Ranks, Values, merged
 from rewriter.ir import Program, args_of
 from rewriter.ir.marks import marks
 from rewriter.ir.sequence_plan import join_tokens
@@ -23,10 +28,10 @@ Key = tuple[str, str]
 
 @dataclass
 class Record:
-    """Values by node, in the order of execution, and the wiring's as the simulation holds them (`shards`).
+    """Values by node of the wiring, or of a module that was run alone, in the order of execution; those of the wiring
+    also as the simulation holds them (`shards`).
 
-    `result` is what a module returns that was run alone. `stopped` is the node of the wiring that could not be
-    computed, and why.
+    `result` is what the module returns. `stopped` is the node of the wiring that could not be computed, and why.
     """
 
     nodes: dict[Key, fx.Node] = field(default_factory=dict)
@@ -35,28 +40,25 @@ class Record:
     result: Ranks | None = None
     stopped: tuple[fx.Node | None, str] | None = None
 
-    def points(self, nested: bool = False) -> dict[Point, Key]:
-        """The nodes that give the values at points: of modules that the wiring calls, with `nested` of those inside."""
+    def points(self) -> dict[Point, Key]:
+        """The nodes of the wiring that give the values at points."""
         points: dict[Point, Key] = {}
         for key, node in self.nodes.items():
-            prefix, _ = key
-            if prefix and not nested:
-                continue
             if node.op == "call_module":
-                path, source = prefix + str(node.target), first_input(node)
-                if (prefix, source.name) in self.values and source is not node:
-                    points["given", path] = prefix, source.name
-                points["returned", path] = key
-            elif not prefix and (number := marks(node).stream) is not None:
+                source = first_input(node)
+                if ("", source.name) in self.values and source is not node:
+                    points["given", str(node.target)] = "", source.name
+                points["returned", str(node.target)] = key
+            elif (number := marks(node).stream) is not None:
                 points["stream", str(number)] = key
-        last = next(iter(self.nodes.values()), None)
-        if last is not None and self.stopped is None:
-            points[LOGITS] = "", result_of(last.graph).name
+        if self.nodes and self.stopped is None:
+            output = next(n for n in next(iter(self.nodes.values())).graph.nodes if n.op == "output")
+            points[LOGITS] = "", args_of(output)[0].name
         return points
 
-    def shown(self, nested: bool = False) -> Values:
+    def shown(self) -> Values:
         """The values at those points."""
-        return {point: self.values[key] for point, key in self.points(nested).items() if key in self.values}
+        return {point: self.values[key] for point, key in self.points().items() if key in self.values}
 
 
 def first_input(node: fx.Node) -> fx.Node:
@@ -64,54 +66,36 @@ def first_input(node: fx.Node) -> fx.Node:
     return next((a for a in node.args if isinstance(a, fx.Node)), node)
 
 
-def result_of(graph: fx.Graph) -> fx.Node:
-    """The node that computes the logits."""
-    result: fx.Node = args_of(next(n for n in graph.nodes if n.op == "output"))[0]
-    return result
-
-
 class _Recorder(Simulator):
-    """A simulation that keeps values: those of the wiring and of called modules, with `inside` of all nodes."""
+    """A simulation that keeps values: those of the wiring, with `inside` those of all nodes."""
 
     def __init__(
-        self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None, inside: bool = False
+        self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None, inside: bool
     ) -> None:
         super().__init__(program, weights, host)
-        self.record, self.inside = Record(), inside
-        self.plan = sequence_plan(program)
+        self.record, self.inside, self.plan = Record(), inside, sequence_plan(program)
 
     def note(self, prefix: str, node: fx.Node, value: Shards) -> None:
         if not prefix:
             self.record.shards[node] = value
-        if prefix and not self.inside and node.op != "call_module":
-            return
-        whole = self.whole(value)
-        if whole is not None:
+        if (not prefix or self.inside) and (whole := self.whole(value)) is not None:
             self.record.nodes[prefix, node.name], self.record.values[prefix, node.name] = node, whole
 
     def whole(self, value: Shards) -> Ranks | None:
         """A value of all tokens, by rank of "tp"; None where it is no tensor, or how it is sharded is not known."""
-        by_rank = [[_first(v) for v in ranks.values] for ranks in value]
-        if any(v is None for values in by_rank for v in values):
+        by_rank = [[v[0] if isinstance(v, (tuple, list)) and v else v for v in ranks.values] for ranks in value]
+        if not all(isinstance(v, torch.Tensor) for values in by_rank for v in values):
             return None
         if len(by_rank) == 1:
-            return tuple(by_rank[0])  # type: ignore[arg-type]
-        dim = {3: 1, 4: 2}.get(by_rank[0][0].ndim)  # type: ignore[union-attr]
+            return tuple(by_rank[0])
+        dim = {3: 1, 4: 2}.get(by_rank[0][0].ndim)
         if dim is None or self.plan is None:
             return None
-        count, plan = max(map(len, by_rank)), self.plan
-        parts = [[values[r if len(values) > 1 else 0] for values in by_rank] for r in range(count)]
+        parts = [[values[r % len(values)] for values in by_rank] for r in range(max(map(len, by_rank)))]
         try:
-            return tuple(join_tokens(p, dim, plan.layout, self.length) for p in parts)  # type: ignore[arg-type]
+            return tuple(join_tokens(p, dim, self.plan.layout, self.length) for p in parts)
         except (IndexError, RuntimeError):
             return None
-
-
-def _first(value: Any) -> torch.Tensor | None:
-    """The tensor, or the first of several that a module returns."""
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) else None
 
 
 @torch.no_grad()
@@ -143,3 +127,65 @@ def record(
         waiting = next((node for node in computed if node not in rec.shards), None)
         rec.stopped = (waiting, " ".join(str(error).split()))
     return rec
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+ModuleCall = tuple[nn.Module, torch.Tensor | None, torch.Tensor | None]
+"""(module, what it is given, what it returns)."""
+
+
+def _tensor(tree: Any) -> torch.Tensor | None:
+    """A copy of the first floating-point tensor among arguments or results, else of the first tensor."""
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    first = next((leaf for leaf in leaves if leaf.is_floating_point()), leaves[0] if leaves else None)
+    return None if first is None else first.detach().clone()  # some models add in place
+
+
+def _last_pass(calls: list[ModuleCall]) -> dict[Point, torch.Tensor]:
+    """Values of the last call, which is that of a whole model, by the paths of its modules.
+
+    Modules that are called several times are left out: which call is meant is not known.
+    """
+    root = calls[-1][0]
+    begin = max((i + 1 for i, call in enumerate(calls[:-1]) if call[0] is root), default=0)
+    names, count = {module: name for name, module in root.named_modules()}, [call[0] for call in calls[begin:]].count
+    return {
+        (side, names[module]): value
+        for module, given, returned in calls[begin:-1]
+        if module in names and count(module) == 1
+        for side, value in (("given", given), ("returned", returned))
+        if value is not None
+    }
+
+
+@torch.no_grad()
+def expected_values(reference: Reference, model: PreTrainedModel, ids: torch.Tensor) -> dict[Point, Ranks]:
+    """Values that `reference` makes of the eager `model` (in eval mode) for `ids` [B, S] (int64).
+
+    The residual stream is given by number, before each block and at the end, where the reference keeps it.
+    """
+    calls: dict[str, list[ModuleCall]] = {}  # by the thread that makes them: one for each rank
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = module, _tensor((args, kwargs)), _tensor(output)
+        calls.setdefault(threading.current_thread().name, []).append(call)
+
+    handle = register_module_forward_hook(note, with_kwargs=True)
+    try:
+        logits = reference.logits(model, ids)
+    finally:
+        handle.remove()
+    # ranks are the threads of the newest pool, POOL_RANK
+    pools = [name.rpartition("_") for name in calls if name.startswith("ThreadPoolExecutor")]
+    newest = sorted(int(rank) for pool, _, rank in pools if pool == pools[-1][0])
+    threads = [f"{pools[-1][0]}_{rank}" for rank in newest] or [threading.current_thread().name]
+    ranks = [_last_pass(calls[thread]) for thread in threads]
+    values: dict[Point, Ranks] = {}
+    for point in ranks[0]:
+        each = [rank[point] for rank in ranks if point in rank]
+        if len(each) == len(ranks) and all(bool(v.isfinite().all()) for v in each):  # the stream itself is NaN there
+            values[point] = merged(each)
+    for built in reference._built.values():
+        values |= {("stream", str(i)): merged(list(each)) for i, each in enumerate(built.streams)}
+    return values | {LOGITS: (logits,)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
 
@@ -45,13 +46,9 @@ def difference(actual: Ranks, expected: Ranks, *, partial: bool = True) -> float
     Both may hold one tensor for all ranks. Without `partial` ranks must hold the whole value. With it they may also
     hold summands of it, or slices along one dimension (each slice on several ranks where there are fewer than ranks).
     """
-    if len(actual) == len(expected):
-        error = max(_error(a, e) for a, e in zip(actual, expected, strict=True))
-    elif len(expected) == 1:
-        error = max(_error(a, expected[0]) for a in actual)
-    else:
-        error = max(_error(actual[0], e) for e in expected)
-    if partial and error and len(actual) != len(expected):
+    same = len(actual) == len(expected)
+    error = max(_error(a, e) for a, e in (zip(actual, expected, strict=True) if same else product(actual, expected)))
+    if partial and error and not same:
         parts, whole = (actual, expected[0]) if len(expected) == 1 else (expected, actual[0])
         error = min([error, *(_error(value, whole) for value in _joined(parts, whole))])
     return error

@@ -1,1 +1,1 @@
-"""What two models differ in: passes, layers, generated code, tensors; on the terminal, as JSON, as one HTML page."""
+"""Differences of two models: passes, layers, generated code, tensors; on the terminal, as JSON, as one HTML page."""

@@ -1,34 +1,28 @@
-"""`rewrite diff`: an output beside its source, two outputs, an output and a model, or a model and what a recipe makes
-of it."""
+"""`rewrite diff`: an output with its source, two outputs or models, or a model with what a recipe makes of it."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of
-from rewriter.common.run_context import ProgressCall, RunContext
+from rewriter.common.run_context import RunContext
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
 from rewriter.emit.files.output_files import runtime_module
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.manifest import mesh_of
-from rewriter.explain.diff.differences import CodeDifference, Differences, Row, TensorDifferences
-from rewriter.explain.diff.page import page
-from rewriter.explain.diff.programs import layers_between, passes_between, passes_of
+from rewriter.explain.diff.differences import CodeDifference, DiffReport, Row
+from rewriter.explain.diff.programs import layers_between, passes_between
 from rewriter.explain.diff.tensors import tensors_between
-from rewriter.explain.diff.terminal import tables
 from rewriter.ir import Program
 from rewriter.ir.communication import collectives, summary
 from rewriter.ir.layer_drawing import layers_drawing
@@ -40,19 +34,6 @@ from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, load_recipe
 from rewriter.tracing import trace
 from rewriter.weights import Checkpoint
-
-_CONTEXT = 3  # lines around a change of code
-
-
-class DiffReport(Differences):
-    """Differences that can be printed with rich and written as a page."""
-
-    def to_html(self) -> str:
-        """The report as one page that needs no network, no script and no other file."""
-        return page(self)
-
-    def __rich__(self) -> RenderableType:
-        return tables(self)
 
 
 @dataclass(frozen=True)
@@ -72,6 +53,23 @@ class Side:
     def recipe(self) -> str:
         return str((self.program.recipe or {}).get("name", "as it is")) if self.program.history else "as it is"
 
+    @property
+    def mesh(self) -> str:
+        return ", ".join(f"{axis}={n}" for axis, n in self.program.mesh.items()) or "one device"
+
+    def facts(self) -> dict[str, str]:
+        """Facts by name."""
+        traffic = summary(collectives(self.program))
+        drift = None if self.manifest is None else self.manifest.verification.drift
+        return {
+            "recipe": self.recipe,
+            "mesh": self.mesh,
+            "collectives": str(traffic.collectives),
+            "of them overlapped with computation": str(traffic.hidden),
+            "bytes per token": f"{traffic.bytes_per_token:,}",
+            "drift (KL, nats)": "–" if drift is None else f"{drift.kl:.3g}",
+        }
+
 
 def diff(
     first: str | os.PathLike[str],
@@ -85,7 +83,7 @@ def diff(
     tensors: bool = True,
     context: RunContext = RunContext(),
 ) -> DiffReport:
-    """What differs between `first` and `second`: passes, layers, generated code, tensors.
+    """Differences between `first` and `second`: passes, layers, generated code, tensors.
 
     `first` alone, an output of rewriter, is compared with its source: what the recipe changed. The source is found by
     the manifest, or is `source`; where it is not here, tensors are not compared. With `recipe`, `first` is
@@ -93,14 +91,18 @@ def diff(
     are outputs or models. A model without recipe is shown on the ranks of the other side, under plain tensor
     parallelism. Raises RewriterError for bad input.
     """
-    with ExitStack() as inside:
-        scratch = inside.enter_context(scratch_folder("diff"))
+    with scratch_folder("diff") as scratch:
         context.progress("tracing")
         notes: list[str] = []
         if recipe is not None:
             if second is not None:
                 raise RewriterError("--recipe makes the second side of one model: leave out B, or --recipe")
-            before, after = _by_recipe(first, recipe, tp, sp, set, context)
+            traced, name = trace(first, trust_remote_code=context.trust_remote_code), name_of(first)
+            loaded = calibrate(load_recipe(recipe, set), traced, tp, None, context.progress)
+            program, _ = apply_recipe(traced, loaded, tp, sp=sp)
+            modeling = emit_huggingface(single_device(program)).modeling or ""
+            before = _model(name, None, traced, mesh_of(program))
+            after = Side(f"{name} by {loaded.name}", None, None, program, runtime_module(program)[2], modeling)
         elif second is None:
             before, after = _with_source(Path(first), source, scratch, context.trust_remote_code, notes)
         else:
@@ -109,53 +111,35 @@ def diff(
         return _compare(before, after, tensors and recipe is None, notes, context.progress)
 
 
-def _by_recipe(
-    model: str | os.PathLike[str],
-    recipe: str | os.PathLike[str] | Recipe,
-    tp: int,
-    sp: int,
-    options: Mapping[str, Any] | None,
-    context: RunContext,
-) -> tuple[Side, Side]:
-    traced = trace(model, trust_remote_code=context.trust_remote_code)
-    loaded = calibrate(load_recipe(recipe, options), traced, tp, None, context.progress)
-    program, _ = apply_recipe(traced, loaded, tp, sp=sp)
-    name = name_of(model)
-    modeling = emit_huggingface(single_device(program)).modeling or ""
-    after = Side(f"{name} by {loaded.name}", None, None, program, runtime_module(program)[2], modeling)
-    return _model(name, None, traced, mesh_of(program)), after
-
-
 def _with_source(
     root: Path, source: str | os.PathLike[str] | None, scratch: Path, trust_remote_code: bool, notes: list[str]
 ) -> tuple[Side, Side]:
     manifest = read_manifest(root)
-    found = find_source(root, manifest, source)
-    if found is None:
+    original = find_source(root, manifest, source)
+    if original is None:
         place = manifest.source.path or manifest.source.name
         notes.append(f"the source, {place}, is not here: tensors were not compared. Give --source DIR")
-    opened = reopen(root, manifest, found, scratch / "a", trust_remote_code)
-    before = _model(manifest.source.name, found, opened.origin, manifest.mesh)
+    opened = reopen(root, manifest, original, scratch / "a", trust_remote_code)
+    before = _model(manifest.source.name, original, opened.origin, manifest.mesh)
     return before, _output(root, manifest, opened.program)
 
 
 def _two(first: Path, second: Path, scratch: Path, trust_remote_code: bool) -> tuple[Side, Side]:
-    manifests = [read_manifest(root) if (root / MANIFEST).is_file() else None for root in (first, second)]
-    mesh = next((m.mesh for m in manifests if m is not None), {"tp": 1})
+    manifests = {root: read_manifest(root) for root in (first, second) if (root / MANIFEST).is_file()}
+    mesh = next((manifest.mesh for manifest in manifests.values()), {"tp": 1})
     sides = []
-    for place, (root, manifest) in enumerate(zip((first, second), manifests, strict=True)):
-        if manifest is not None:
-            program = reopen(root, manifest, None, scratch / str(place), trust_remote_code).program
-            sides.append(_output(root, manifest, program))
+    for place, root in enumerate((first, second)):
+        if root in manifests:
+            program = reopen(root, manifests[root], None, scratch / str(place), trust_remote_code).program
+            sides.append(_output(root, manifests[root], program))
         elif (root / "config.json").is_file():
             sides.append(_model(name_of(root), root, trace(root, trust_remote_code=trust_remote_code), mesh))
         else:
             raise RewriterError(f"{root}: no model and no output of `rewrite`. Give a directory with a config.json")
-    a, b = sides
-    counts = [side.program.source.num_layers for side in sides]
-    if counts[0] != counts[1]:
-        raise RewriterError(f"{first} has {counts[0]} layers, {second} has {counts[1]}: give two of one model")
-    return a, b
+    a, b = (side.program.source.num_layers for side in sides)
+    if a != b:
+        raise RewriterError(f"{first} has {a} layers, {second} has {b}: give two of one model")
+    return sides[0], sides[1]
 
 
 def _model(name: str, root: Path | None, traced: Program, mesh: Mapping[str, int]) -> Side:
@@ -174,8 +158,8 @@ def _output(root: Path, manifest: Manifest, program: Program) -> Side:
 
     entry = manifest.runtime.get(mesh_name(manifest.mesh))
     module, ranges = (read(entry.module), read(entry.weights)) if entry else ("", "")
-    held = "\n".join(lines_of(ranges))
-    return Side(name_of(root), root, manifest, program, module, read(manifest.adapted.modeling), held)
+    modeling = read(manifest.adapted.modeling)
+    return Side(name_of(root), root, manifest, program, module, modeling, "\n".join(lines_of(ranges)))
 
 
 def lines_of(text: str) -> list[str]:
@@ -187,36 +171,36 @@ def lines_of(text: str) -> list[str]:
         return text.splitlines()
 
 
-def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> DiffReport:
+def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: Callable[..., None]) -> DiffReport:
     names = before.name, after.name if after.name != before.name else f"{after.name} (second)"
-    programs = before.program, after.program
-    passes = passes_of(after.program) if before.manifest is None else passes_between(*programs, names)
-    on_mesh = [f"{name}, {_mesh(side)}" for name, side in zip(names, (before, after), strict=True)]
-    code = [code_difference("runtime module", on_mesh[0], before.module, on_mesh[1], after.module)]
+    on_mesh = f"{names[0]}, {before.mesh}", f"{names[1]}, {after.mesh}"
+    code = [code_difference("runtime module", on_mesh, before.module, after.module)]
     if before.modeling or after.modeling:
         own = names[0] if before.modeling else f"{names[0]}: transformers' own"
-        code.append(code_difference("modeling file", own, before.modeling, names[1], after.modeling))
+        code.append(code_difference("modeling file", (own, names[1]), before.modeling, after.modeling))
     if before.ranges and after.ranges:
-        code.append(code_difference("ranges of the ranks", names[0], before.ranges, names[1], after.ranges))
-    layers = layers_between(*programs)
-    compared: TensorDifferences | None = None
+        code.append(code_difference("ranges of the ranks", names, before.ranges, after.ranges))
+    theirs = after.facts()
+    passes = passes_between(None if before.manifest is None else before.program, after.program, names)
+    layers = layers_between(before.program, after.program)
+    facts = {name: (value, theirs[name]) for name, value in before.facts().items()}
+    report = DiffReport(*names, facts, passes, layers, code, None, notes)
     if tensors and before.root is not None and after.root is not None:
-        compared = tensors_between(Checkpoint.open(before.root), Checkpoint.open(after.root), progress)
-    drawings = "", ""
+        report.tensors = tensors_between(Checkpoint.open(before.root), Checkpoint.open(after.root), progress)
     if layers:
-        drawings = (
-            layers_drawing([x.before for x in layers], f"{names[0]}: {before.recipe}, {_mesh(before)}"),
-            layers_drawing([x.after for x in layers], f"{names[1]}: {after.recipe}, {_mesh(after)}"),
+        report.drawings = (
+            layers_drawing([x.before for x in layers], f"{names[0]}: {before.recipe}, {before.mesh}"),
+            layers_drawing([x.after for x in layers], f"{names[1]}: {after.recipe}, {after.mesh}"),
         )
-    return DiffReport(*names, _facts(before, after), passes, layers, code, compared, notes, drawings)
+    return report
 
 
-def code_difference(title: str, name_before: str, before: str, name_after: str, after: str) -> CodeDifference:
-    """Two texts line by line, with some lines around each change; without rows where they are the same."""
+def code_difference(title: str, names: tuple[str, str], before: str, after: str) -> CodeDifference:
+    """Two texts line by line, with three lines around each change; without rows where they are the same."""
     a, b = before.splitlines(), after.splitlines()
     rows: list[Row] = []
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
-    for group in matcher.get_grouped_opcodes(_CONTEXT) if a != b else ():
+    for group in matcher.get_grouped_opcodes() if a != b else ():
         if rows:
             rows.append(("gap", None, None))
         for tag, i1, i2, j1, j2 in group:
@@ -226,27 +210,4 @@ def code_difference(title: str, name_before: str, before: str, name_after: str, 
                 rows.append((kind, left, right))
     added = sum(kind in ("changed", "added") for kind, *_ in rows)
     removed = sum(kind in ("changed", "removed") for kind, *_ in rows)
-    return CodeDifference(title, name_before, name_after, rows, added, removed)
-
-
-def _mesh(side: Side) -> str:
-    return ", ".join(f"{axis}={n}" for axis, n in side.program.mesh.items()) or "one device"
-
-
-def _facts(before: Side, after: Side) -> dict[str, tuple[str, str]]:
-    """Facts of each side, by name."""
-
-    def of(side: Side) -> dict[str, str]:
-        traffic = summary(collectives(side.program))
-        drift = None if side.manifest is None else side.manifest.verification.drift
-        return {
-            "recipe": side.recipe,
-            "mesh": _mesh(side),
-            "collectives": str(traffic.collectives),
-            "of them overlapped with computation": str(traffic.hidden),
-            "bytes per token": f"{traffic.bytes_per_token:,}",
-            "drift (KL, nats)": "–" if drift is None else f"{drift.kl:.3g}",
-        }
-
-    ours, theirs = of(before), of(after)
-    return {name: (value, theirs[name]) for name, value in ours.items()}
+    return CodeDifference(title, *names, rows, added, removed)

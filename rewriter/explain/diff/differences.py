@@ -1,15 +1,22 @@
-"""Report of `rewrite diff` as plain data: the terminal, the JSON and the page are made from it."""
+"""Report of `rewrite diff`: plain data for JSON, and the tables that the terminal and the page print of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rewriter.common.numbers import json_text
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from rewriter.common.numbers import digits, json_text
+from rewriter.common.tables import WIDE, plain_table
 from rewriter.explain.plan_table import reads
 from rewriter.ir.layer_plan import LayerGroup, relative
+from rewriter.show.page import render
 
+_MOST = 20  # rows of a table on the terminal
 Row = tuple[str, tuple[int, str] | None, tuple[int, str] | None]
 """(kind, line before, line after): lines are (number, text), None where a side has no such line."""
 
@@ -32,15 +39,10 @@ class PassDifference:
     ir: Sequence[str]
     options: str = ""
 
-    @property
-    def changes(self) -> list[str]:
-        """The operators whose number changed: `all_reduce 0 → 9`."""
-        return [f"{name} {a} → {b}" for name, (a, b) in self.operators.items()]
-
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """Layers `first` to `last`, which are wired alike on each side."""
+    """Layers `first` to `last`, which on each side are wired like each other."""
 
     first: int
     last: int
@@ -53,15 +55,11 @@ class LayerDifference:
         then, now = (replace(relative(side.plan), crosses=()) for side in (self.before, self.after))
         return then == now
 
-    @property
-    def name(self) -> str:
-        return str(self.first) if self.first == self.last else f"{self.first}–{self.last}"
-
 
 @dataclass(frozen=True)
 class CodeDifference:
-    """One generated file beside another. The kind of a row is "same", "changed", "added", "removed" or "gap" (same
-    lines left out)."""
+    """A generated file of both sides, line by line. The kind of a row is "same", "changed", "added", "removed" or "gap"
+    (same lines left out)."""
 
     title: str
     before: str
@@ -83,6 +81,12 @@ class TensorDifference:
     norm_difference: float | None
     what: str
 
+    @property
+    def norms(self) -> list[str]:
+        """The three norms with four digits."""
+        norms = (self.norm_before, self.norm_after, self.norm_difference)
+        return ["–" if norm is None else f"{norm:.4g}" for norm in norms]
+
 
 @dataclass(frozen=True)
 class TensorDifferences:
@@ -95,15 +99,30 @@ class TensorDifferences:
     removed: Sequence[str]
     added: Sequence[str]
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of tensors that are not the same, by kind of difference."""
-        lists = {"renamed": self.renamed, "changed": self.changed, "removed": self.removed, "added": self.added}
-        return {name: len(tensors) for name, tensors in lists.items() if tensors}
+    def sections(self) -> Iterator[Section]:
+        counts = [(name, f"{len(getattr(self, name)):,}") for name in ("renamed", "changed", "removed", "added")]
+        same = ("same", f"{self.same:,} ({digits(self.same_bytes / 1e6)} MB)")
+        yield Section(("tensors", ""), [same, *(row for row in counts if row[1] != "0")])
+        changed = []
+        for t in self.changed:
+            kinds = "" if t.before == t.after else f" ({t.before} → {t.after})"
+            changed.append((t.name, t.what + kinds, *t.norms))
+        yield Section(("changed", "what", "‖before‖", "‖after‖", "‖after − before‖"), changed)
+        yield Section(("renamed from", "to"), self.renamed)
+        yield Section(("removed",), [(name,) for name in self.removed])
+        yield Section(("added",), [(name,) for name in self.added])
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the report."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass
-class Differences:
+class DiffReport:
     """All differences. `before` and `after` name the sides; `drawings` are SVG, one of each."""
 
     before: str
@@ -117,16 +136,34 @@ class Differences:
     drawings: tuple[str, str] = ("", "")
 
     @property
-    def known_facts(self) -> dict[str, tuple[str, str]]:
-        """The facts that are known of a side."""
-        return {name: values for name, values in self.facts.items() if values != ("–", "–")}
-
-    @property
     def same(self) -> bool:
         """True where nothing differs."""
-        moved = self.tensors is not None and bool(self.tensors.counts)
+        t = self.tensors
+        moved = t is not None and bool(t.renamed or t.changed or t.removed or t.added)
         changed = any(p.operators or p.reads or p.ir or p.options for p in self.passes)
         return not (moved or changed or any(not x.same for x in self.layers) or any(c.rows for c in self.code))
+
+    def sections(self) -> list[Section]:
+        """The tables that have rows: everything but the text of code and IR."""
+        known = [(name, *values) for name, values in self.facts.items() if values != ("–", "–")]
+        code = [(c.title, f"+{c.added} −{c.removed} lines" if c.rows else "same") for c in self.code]
+        sections = [
+            Section(("", self.before, self.after), known),
+            Section(("pass", "what it did to the IR"), list(_pass_rows(self.passes))),
+            Section(("layers", "", "reads", "collectives", "bytes per token"), list(self._layer_rows())),
+            Section(("generated code", ""), code),
+            *(self.tensors.sections() if self.tensors is not None else ()),
+        ]
+        return [section for section in sections if section.rows]
+
+    def _layer_rows(self) -> Iterator[Sequence[str]]:
+        for layer in self.layers:
+            name = str(layer.first) if layer.first == layer.last else f"{layer.first}–{layer.last}"
+            if layer.same:
+                yield name, "same", *_wired(layer.before)
+            else:
+                yield name, self.before, *_wired(layer.before)
+                yield "", self.after, *_wired(layer.after)
 
     def to_json(self) -> str:
         """The report as JSON, without drawings."""
@@ -136,18 +173,40 @@ class Differences:
             entry |= {"before": layer.before.to_dict(), "after": layer.after.to_dict(), "same": layer.same}
         return json_text(data, indent=2)
 
+    def to_html(self) -> str:
+        """The report as one page that needs no network, no script and no other file; the same differences give the
+        same bytes."""
+        return render("diff.html.j2", title=f"{self.before} | {self.after}", report=self)
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        for section in self.sections():
+            table = plain_table(None, *section.columns, fold=section.columns, **WIDE)
+            for row in section.rows[:_MOST]:
+                table.add_row(*map(escape, row))
+            if (more := len(section.rows) - _MOST) > 0:
+                table.add_row(f"… {more} more (--json, --html: all)")
+            parts += [table, Text()]
+        parts += [Text(note, "dim") for note in self.notes]
+        return Group(*parts, *([Text("Nothing differs.", "bold")] if self.same else []))
+
     def _repr_html_(self) -> str:
         return "".join(f"<div>{drawing}</div>" for drawing in self.drawings)
 
 
-def wired_cells(layers: LayerGroup) -> tuple[str, str, str]:
-    """Cells of a table of layers: reads, collectives, bytes per token."""
+def _pass_rows(passes: Sequence[PassDifference]) -> Iterator[Sequence[str]]:
+    for p in passes:
+        yield p.name, ("" if p.where == "both" else f"only in {p.where}: ") + p.summary
+        changes = [f"{name} {a} → {b}" for name, (a, b) in p.operators.items()]
+        changes += [f"{len(p.reads)} blocks read other values"] if p.reads else []
+        changes += [f"options: {p.options}"] if p.options else []
+        if changes:
+            yield "", ", ".join(changes)
+
+
+def _wired(layers: LayerGroup) -> tuple[str, str, str]:
+    """Cells of a layer's row: reads, collectives, bytes per token."""
     plan = layers.plan
     hidden = f", {plan.hidden} hidden" if plan.hidden else ""
     by_block = ", ".join(f"{block.name}: {reads(block)}" for block in layers.blocks)
     return by_block, f"{plan.collectives}{hidden}", f"{plan.bytes_per_token:,}"
-
-
-def norm_text(value: float | None) -> str:
-    """A norm with four digits."""
-    return "–" if value is None else f"{value:.4g}"

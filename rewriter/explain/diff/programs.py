@@ -1,10 +1,10 @@
-"""Two programs beside each other: the effect of each pass on the IR, the reads and communication of each layer."""
+"""Two programs compared: the effect of each pass on the IR, the reads and communication of each layer."""
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
@@ -14,7 +14,6 @@ from rewriter.ir import PassRecord, Program, nodes_inside
 from rewriter.ir.layer_plan import LayerGroup, layer_plans, relative
 from rewriter.ir.residual import residual_blocks
 
-_CONTEXT = 2
 Step = tuple[PassRecord, Program, Program]
 """(pass, program before it, program after it)."""
 
@@ -29,54 +28,42 @@ def _steps(program: Program) -> Iterator[Step]:
         before = after
 
 
-def passes_of(program: Program) -> list[PassDifference]:
-    """The effect of every pass on the IR."""
-    return [_alone(step, "both") for step in _steps(program)]
-
-
-def passes_between(ours: Program, theirs: Program, names: tuple[str, str]) -> list[PassDifference]:
-    """The passes of two programs in order: those of both that differ in their options or results, those of one."""
-    left, right = list(_steps(ours)), list(_steps(theirs))
+def passes_between(ours: Program | None, theirs: Program, names: tuple[str, str]) -> list[PassDifference]:
+    """The passes of two programs in order: those of both that differ in their options or results, those of one. Without
+    `ours`, the effect of every pass of `theirs`."""
+    left, right = list(_steps(ours)) if ours is not None else [], list(_steps(theirs))
     differences: list[PassDifference] = []
     matcher = difflib.SequenceMatcher(None, [e.name for e, *_ in left], [e.name for e, *_ in right], autojunk=False)
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         if tag == "equal":
-            differences += [_beside(a, b, names) for a, b in zip(left[i1:i2], right[j1:j2], strict=True)]
-        else:
-            differences += [_alone(step, names[0]) for step in left[i1:i2]]
-            differences += [_alone(step, names[1]) for step in right[j1:j2]]
+            differences += [_of_both(a, b, names) for a, b in zip(left[i1:i2], right[j1:j2], strict=True)]
+            continue
+        for where, steps in ((names[0], left[i1:i2]), ("both" if ours is None else names[1], right[j1:j2])):
+            differences += [_difference(*step, ("before", f"after {step[0].name}"), where) for step in steps]
     return differences
 
 
-def _beside(ours: Step, theirs: Step, names: tuple[str, str]) -> PassDifference:
+def _of_both(ours: Step, theirs: Step, names: tuple[str, str]) -> PassDifference:
     a, b = ours[0], theirs[0]
     options = "" if a.arguments() == b.arguments() else f"{a.arguments() or '–'} | {b.arguments() or '–'}"
     summary = a.summary if a.summary == b.summary else f"{a.summary} | {b.summary}"
-    return replace(_difference(a, "both", ours[2], theirs[2], names), summary=summary, options=options)
-
-
-def _alone(step: Step, where: str) -> PassDifference:
-    entry, before, after = step
-    return _difference(entry, where, before, after, ("before", f"after {entry.name}"))
+    return replace(_difference(a, ours[2], theirs[2], names, "both"), summary=summary, options=options)
 
 
 def _difference(
-    entry: PassRecord, where: str, before: Program, after: Program, names: tuple[str, str]
+    entry: PassRecord, before: Program, after: Program, names: tuple[str, str], where: str
 ) -> PassDifference:
     """The difference between two programs, ascribed to a pass; of the printed IR without its history."""
     a, b = (program.text().partition("\nhistory\n")[0].splitlines() for program in (before, after))
-    ir = list(difflib.unified_diff(a, b, *names, lineterm="", n=_CONTEXT))
-    operators, reads = _operators(before, after), _reads(before, after)
+    ir = list(difflib.unified_diff(a, b, *names, lineterm="", n=2))
+    then, now = _operators(before), _operators(after)
+    operators = {name: (then[name], now[name]) for name in sorted({*then, *now}) if then[name] != now[name]}
+    reads = _reads(before, after)
     return PassDifference(entry.name, entry.kind, entry.summary, where, operators, reads, ir, entry.arguments())
 
 
-def _operators(before: Program, after: Program) -> dict[str, tuple[int, int]]:
-    then, now = _count(before), _count(after)
-    return {name: (then[name], now[name]) for name in sorted({*then, *now}) if then[name] != now[name]}
-
-
-def _count(program: Program) -> Counter[str]:
-    """Calls of a forward pass by operator, those inside of modules included."""
+def _operators(program: Program) -> Counter[str]:
+    """Number of calls of a forward pass by operator, those inside of modules included."""
     counts: Counter[str] = Counter()
     for node in program.graph.nodes:
         inner = nodes_inside(program.modules[str(node.target)]) if node.op == "call_module" else ()
@@ -90,19 +77,16 @@ def _count(program: Program) -> Counter[str]:
 def _reads(before: Program, after: Program) -> list[str]:
     """The blocks that read other values of the stream: `path: x4 → x3`."""
     try:
-        then = {b.path: b for b in residual_blocks(before)}
-        now = {b.path: b for b in residual_blocks(after)}
+        then, now = ({b.path: b for b in residual_blocks(program)} for program in (before, after))
     except RewriterError:
         return []
-    return [
-        f"{path}: x{_values(then[path].reads)} → x{_values(block.reads)}"
+    changed = [
+        (then[path], block)
         for path, block in now.items()
         if path in then and (then[path].reads, then[path].index) != (block.reads, block.index)
     ]
-
-
-def _values(reads: Sequence[int]) -> str:
-    return ",".join(map(str, reads)) or "–"
+    read = [(new.path, *(",".join(map(str, b.reads)) or "–" for b in (old, new))) for old, new in changed]
+    return [f"{path}: x{old} → x{new}" for path, old, new in read]
 
 
 def layers_between(before: Program, after: Program) -> list[LayerDifference]:

@@ -31,11 +31,16 @@ def tensors_between(
         else:
             changed.append(difference)
     removed, added = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
-    renamed = _renamed(before, removed, after, added)
-    gone, new = {a for a, _ in renamed}, {b for _, b in renamed}
-    return TensorDifferences(
-        same, same_bytes, renamed, changed, [n for n in removed if n not in gone], [n for n in added if n not in new]
-    )
+    renamed = []
+    if removed and added:
+        hashes = {name: _hash(after.evaluate(Tensor(name))) for name in added}
+        for name in list(removed):
+            own = _hash(before.evaluate(Tensor(name)))
+            if (other := next((n for n in added if hashes[n] == own), None)) is not None:
+                renamed.append((name, other))
+                removed.remove(name)
+                added.remove(other)
+    return TensorDifferences(same, same_bytes, renamed, changed, removed, added)
 
 
 def tensor_difference(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
@@ -61,30 +66,15 @@ def _norm(a: torch.Tensor, b: torch.Tensor | None = None) -> float | None:
     """‖a‖, or ‖b − a‖, summed in fp64; None of numbers that are no floating-point ones."""
     if not a.is_floating_point() or (b is not None and not b.is_floating_point()):
         return None
-    flat, other = a.reshape(-1), None if b is None else b.reshape(-1)
     total = 0.0
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].double()
-        if other is not None:
-            part = other[start : start + _CHUNK].double() - part
-        total += float(part.pow(2).sum())
+    for start in range(0, a.numel(), _CHUNK):
+        part, other = (t.reshape(-1)[start : start + _CHUNK].double() for t in (a, a if b is None else b))
+        total += float((part if b is None else other - part).pow(2).sum())
     return total**0.5
 
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _renamed(before: Checkpoint, removed: list[str], after: Checkpoint, added: list[str]) -> list[tuple[str, str]]:
-    """Pairs of equal bytes and other names."""
-    by_hash: dict[str, list[str]] = {}
-    for name in added if removed else []:
-        by_hash.setdefault(_hash(after.evaluate(Tensor(name))), []).append(name)
-    pairs = []
-    for name in removed if added else []:
-        if same := by_hash.get(_hash(before.evaluate(Tensor(name)))):
-            pairs.append((name, same.pop(0)))
-    return pairs
 
 
 def _hash(tensor: torch.Tensor) -> str:

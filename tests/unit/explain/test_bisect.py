@@ -143,10 +143,10 @@ def test_a_fault_of_a_pass_is_found_where_it_was_put(
     found = bisected(path, recipe, ranks)
     assert found.fault is not None, found.steps
     got = found.fault
-    assert (got.stage, got.layer) == (name, layer), found.sentence()
-    assert got.module.endswith(module), found.sentence()
-    assert bool(got.module) == bool(module), found.sentence()
-    assert statement in got.statement, found.sentence()
+    assert (got.stage, got.layer) == (name, layer)
+    assert got.module.endswith(module)
+    assert bool(got.module) == bool(module)
+    assert statement in got.statement
     assert any(line.startswith(change) for line in got.difference), got.difference
     assert [step.held for step in found.steps] == [*[True] * (len(found.steps) - 1), False]
     assert found.steps[-1].name == name
@@ -160,7 +160,7 @@ def test_where_nothing_is_wrong_nothing_is_found(
     saved: Callable[[str], Path], family: str, recipe: str, tp: int
 ) -> None:
     found = bisected(saved(family), recipe, tp)
-    assert found.fault is None, found.sentence()
+    assert found.fault is None
     assert found.steps[0].name == "tracing"
     assert all(step.held for step in found.steps)
 
@@ -218,9 +218,6 @@ def test_the_command_says_where_and_exits_with_3(
     printed = " ".join(capsys.readouterr().out.split())
     assert "it reads add_5, which is not what it should read" in printed
     assert "-model_layers_3_post_attention_layernorm = " in printed
-    monkeypatch.undo()
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fault"] is None
 
 
 @pytest.mark.parametrize(

@@ -143,18 +143,8 @@ def test_a_70b_config_is_inspected_in_seconds(tmp_path: Path) -> None:
         "peak = re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1];"
         "print(used.ru_utime + used.ru_stime, peak, file=sys.stderr); sys.exit(code)"
     )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "inspect",
-        str(tmp_path),
-        "--recipe",
-        "ladder-upper-half",
-        "--tp",
-        "8",
-        "--json",
-    ]
+    words = f"inspect {tmp_path} --recipe ladder-upper-half --tp 8 --json".split()
+    command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     seconds, kilobytes = map(float, done.stderr.split()[-2:])
     found = json.loads(done.stdout)

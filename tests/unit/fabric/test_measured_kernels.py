@@ -330,7 +330,7 @@ def test_the_deviation_of_kernels_is_that_of_what_they_are() -> None:
 
 
 def _rates() -> Any:
-    from rewriter.predict.roofline import rates_of
+    from rewriter.predict.kernel_time import rates_of
 
     return rates_of(load_fabric("h100-nvlink").device, "bfloat16", True)
 

@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 
 from rewriter import api
 from rewriter.common.errors import RewriterError
-from rewriter.explain.sequence_table import sequence
+from rewriter.explain.inspection import sequence
 from rewriter.ir import Program
 from rewriter.ir.simulate import simulate
 from rewriter.kernels import dequantize, quantize

@@ -18,12 +18,11 @@ from rewriter import api
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Call, Delay, load_fabric
 from rewriter.ir import Program
-from rewriter.predict.analytic import with_front
+from rewriter.predict.analytic import bytes_per_rank, with_front
 from rewriter.predict.break_even import BreakEven
-from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.kernel_cost import CostedOperation, Kernel, fused
+from rewriter.predict.kernel_time import Contention, Rates, seconds
 from rewriter.predict.results import Phase, PredictedPoint, to_json
-from rewriter.predict.roofline import Contention, Rates, seconds
 from rewriter.predict.steps import Await, Begin, Step, TimelineRun
 from rewriter.predict.timeline import KernelDurations, Timeline
 from rewriter.recipes import Recipe
@@ -335,21 +334,15 @@ def test_a_front_has_no_points_that_the_fabric_cannot_hold(small: Program) -> No
     assert {p.tp for p in found.pareto["tensor-parallel"]} == {1, 2}
 
 
-def test_points_of_ranks_that_share_tokens_are_told_apart(small: Program) -> None:
-    found = api.predict(
-        small, ["tensor-parallel", "ring-attention"], api.Workload(tp=4, prompt=64, generate=2), pareto=True
-    )
-    assert {(p.sp, p.tp) for p in found.pareto["ring-attention"]} == {(2, 1), (4, 1), (8, 1)}
-
-
-def test_recipes_of_one_name_are_told_apart(small: Program) -> None:
+def test_points_are_told_apart_by_recipes_of_one_name_and_by_ranks_that_share_tokens(small: Program) -> None:
     upper = Recipe.load("ladder").with_overrides({"ladder.layers": "last:1"})
     found = api.predict(
-        small, ["tensor-parallel", "ladder", upper], api.Workload(tp=8, prompt=64, generate=8), pareto=True
+        small, ["ladder", upper, "ring-attention"], api.Workload(tp=8, prompt=64, generate=8), pareto=True
     )
-    assert [p.recipe for p in found.predictions] == ["tensor-parallel", "ladder", "ladder-2"]
+    assert [p.recipe for p in found.predictions] == ["ladder", "ladder-2", "ring-attention"]
     whole, last = (found.pareto[name] for name in ("ladder", "ladder-2"))
     assert whole[-1].seconds_per_token < last[-1].seconds_per_token
+    assert {(p.sp, p.tp) for p in found.pareto["ring-attention"]} == {(2, 1), (4, 1), (8, 1)}
 
 
 class OnlyReductions:

@@ -21,9 +21,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.ops import MaskSpec
 from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.predict.analytic import bytes_per_rank
 from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.forward import Runner
-from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.kernel_cost import Kernel
 from rewriter.predict.uncertainty import COVERED, SERVER
 from rewriter.predict.workload import ForwardPass

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from predict_report_cases import Balance
+from page_parser import Balance
 from predictions import comparison, phase
 from rich.console import Console
 
@@ -17,10 +17,9 @@ from rewriter.common.files import write_text
 from rewriter.common.numbers import digits, duration, percent
 from rewriter.common.svg import log_ticks, strokes, ticks
 from rewriter.predict.results import PredictedPoint, RecipeComparison, SkippedRecipe
-from rewriter.show.charts import bars, pareto
-from rewriter.show.predict_page import headline
-from rewriter.show.predict_page import predict_page as page
-from rewriter.show.predict_tables import ComparisonReport
+from rewriter.show.charts import pareto
+from rewriter.show.predict import ComparisonReport, headline
+from rewriter.show.predict import predict_page as page
 from rewriter.show.timeline import scale, timeline, window
 
 
@@ -142,14 +141,6 @@ def test_neighbours_in_a_lane_are_joined_without_drift() -> None:
     moves = [float(x) for x in re.findall(r"[mMh](-?[\d.]+)", data)]
     assert sum(moves) == pytest.approx(thousand[-1][1], abs=0.06)
     assert strokes([(0, 1), (1.1, 2)], 7) == "M0 7h2"
-
-
-def test_bars_are_as_long_as_the_speedups() -> None:
-    found = comparison(("tensor-parallel", "ladder", "upper-bound"))
-    text = bars(found.predictions)
-    widths = [width for style in ("b0", "b1", "bt") for _, width in boxes(text, style)]
-    assert [w / widths[0] for w in widths] == pytest.approx([p.speedup for p in found.predictions], abs=1e-3)
-    assert "timing only" in text
 
 
 def test_points_stand_where_their_figures_are() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import searched
@@ -15,8 +17,8 @@ from repository import TINY_LLAMA
 from rewriter.common.errors import RewriterError
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, FORMATS, REWRITES, Mix, Placement, mix_of, recipe_of
-from rewriter.search.computed import Change
+from rewriter.search.choices import BY_NAME, FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.search.computed import WindowChange
 from rewriter.search.front import Costs, Option, agreement, front
 from rewriter.search.gains import Gains, gain_of
 from rewriter.search.measurements import Store
@@ -38,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_mix_is_found_again_by_its_key() -> None:
-    mix = mix_of([Placement(3, "drop"), Placement(0, "ladder")], {2: "int8", 0: "int4-hadamard"}, "ulysses")
+    mix = mix_of([PlacedRewrite(3, "drop"), PlacedRewrite(0, "ladder")], {2: "int8", 0: "int4-hadamard"}, "ulysses")
     assert searched.parse(mix.key) == mix
     assert mix.key == "ulysses ladder@0 drop@3 int4-hadamard@0 int8@2"
     assert searched.parse(Mix().key) == Mix()
@@ -129,7 +131,7 @@ def test_factors_are_found_again() -> None:
     costs, truth = Costs(alone), Costs(alone, {"drop": 1.5, "ladder": 0.7, "int8": 1.0})
     draw = random.Random(0)
     mixes = [
-        mix_of([Placement(n, draw.choice(["drop", "ladder"])) for n in draw.sample(range(6), 3)]) for _ in range(30)
+        mix_of([PlacedRewrite(n, draw.choice(["drop", "ladder"])) for n in draw.sample(range(6), 3)]) for _ in range(30)
     ]
     fitted = costs.fitted({mix: truth.of(mix) for mix in mixes})
     assert fitted.factors["drop"] == pytest.approx(1.5, rel=0.02)
@@ -148,7 +150,7 @@ def test_agreement_counts_pairs_that_differ_by_more_than_their_errors() -> None:
 
 
 def test_a_rise_is_a_mean_over_windows() -> None:
-    changes = [Change(2.0, 1.0, 10, 9), Change(4.0, 3.0, 10, 9)]
+    changes = [WindowChange(2.0, 1.0, 10, 9), WindowChange(4.0, 3.0, 10, 9)]
     given, own = rise_of(changes, 2.0), rise_of(changes, 2.0, own=True)
     assert given.rise == given.seen == own.seen == pytest.approx(4 / 18)
     assert own.rise == own.kl == pytest.approx(0.3)
@@ -167,7 +169,7 @@ def test_a_run_of_a_rewrite_gains_what_is_said(directory: Path, name: str) -> No
     gain = gain_of(gains, name, range(searched.LAYERS - length + 1))
     assert gain is not None
     each, edge = gain
-    run = gains.speed(mix_of([Placement(2 + length * n, name) for n in range(2)]))
+    run = gains.speed(mix_of([PlacedRewrite(2 + length * n, name) for n in range(2)]))
     assert run is not None
     saved = gains.standard.seconds - run.seconds
     assert saved > 0
@@ -218,15 +220,19 @@ def test_a_model_without_weights_is_refused(tmp_path: Path, directory: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize("budget", [0.0, -0.01, float("nan"), float("inf")])
-def test_a_budget_has_to_be_positive(budget: float) -> None:
-    with pytest.raises(RewriterError, match=r"--loss .*expected a rise in loss above 0"):
-        asked(budget=budget)
-
-
-def test_one_rank_has_nothing_to_gain() -> None:
-    with pytest.raises(RewriterError, match=r"--tp 1: one rank sends nothing.*Give --tp 2 or more"):
-        asked(tp=1)
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        *(
+            (dict(budget=budget), "--loss .*expected a rise in loss above 0")
+            for budget in (0.0, -0.01, math.nan, math.inf)
+        ),
+        (dict(tp=1), "--tp 1: one rank sends nothing.*Give --tp 2 or more"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(job: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewriterError, match=message):
+        asked(**job)
 
 
 def test_a_text_needs_a_tokenizer(directory: Path) -> None:

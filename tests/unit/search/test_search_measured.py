@@ -16,8 +16,8 @@ from rewriter.ir.simulate import load_weights, simulate
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.recipes.apply import apply_recipe
-from rewriter.search.choices import FORMATS, REWRITES, Mix, Placement, mix_of, recipe_of
-from rewriter.search.computed import Change, Computed
+from rewriter.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.search.computed import Computed, WindowChange
 from rewriter.search.measurements import Measurements, Store, StreamedWeights
 from rewriter.search.texts import Text, text_for
 from rewriter.tracing import trace
@@ -58,17 +58,17 @@ def expected(before: torch.Tensor, after: torch.Tensor, ids: torch.Tensor) -> tu
     return float(divergence), float(loss[1] - loss[0])
 
 
-def converted(program: Program, mix: Mix, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The logits [2, 24, V] of all ranks under the recipe, by the interpreter of whole programs.
+def converted(program: Program, mix: Mix, weights: Mapping[str, torch.Tensor], windows: torch.Tensor) -> torch.Tensor:
+    """The logits [N, 24, V] of all ranks under the recipe, by the interpreter of whole programs.
 
     Window by window: where in a block of a quantized message a token stands depends on what it is sent with.
     """
     rewritten, _ = apply_recipe(program, recipe_of(mix), RANKS)
     whole = always_quantized(rewritten) if is_quantized(rewritten) else single_device(rewritten)
-    return torch.cat([simulate(whole, ids[None], weights=weights) for ids in IDS])
+    return torch.cat([simulate(whole, ids[None], weights=weights) for ids in windows])
 
 
-def same(found: Change, wanted: tuple[float, float]) -> None:
+def same(found: WindowChange, wanted: tuple[float, float]) -> None:
     assert found.divergence == pytest.approx(wanted[0], rel=2e-3, abs=2e-4)
     assert found.rise == pytest.approx(wanted[1], rel=2e-3, abs=1e-3)
 
@@ -78,16 +78,16 @@ def every() -> list[Mix]:
     found = []
     for rewrite in REWRITES:
         last = searched.LAYERS - rewrite.layers
-        found += [mix_of([Placement(start, rewrite.name)]) for start in sorted({0, 2, last}) if start <= last]
+        found += [mix_of([PlacedRewrite(start, rewrite.name)]) for start in sorted({0, 2, last}) if start <= last]
     return found + [mix_of([], {layer: format}) for layer in (0, 5) for format in FORMATS]
 
 
 def test_each_alone_is_what_the_converted_model_loses(program: Program, computed: Computed) -> None:
     weights = load_weights(program)
-    before = simulate(program, IDS, weights=weights)
+    before = simulate(program, IDS[:1], weights=weights)
     changes = computed.changes([computed.part(mix) for mix in every()], IDS[0])
     for mix, change in zip(every(), changes, strict=True):
-        wanted = expected(before[0], converted(program, mix, weights)[0], IDS[0])
+        wanted = expected(before[0], converted(program, mix, weights, IDS[:1])[0], IDS[0])
         same(change, wanted)
         if mix.placements and mix != searched.mix("ladder@0"):
             assert wanted[0] > 1e-3, f"{mix.key} changes too little to be told from the original"
@@ -105,7 +105,7 @@ MIXES = [
 def test_a_mix_is_what_the_converted_model_loses(program: Program, computed: Computed, words: tuple[str, ...]) -> None:
     mix = searched.mix(*words)
     weights = load_weights(program)
-    before, after = simulate(program, IDS, weights=weights), converted(program, mix, weights)
+    before, after = simulate(program, IDS, weights=weights), converted(program, mix, weights, IDS)
     for ids, old, new in zip(IDS, before, after, strict=True):
         same(*computed.changes([computed.part(mix)], ids), expected(old, new, ids))
 

@@ -1,4 +1,4 @@
-"""A comparison as tables for the terminal; on a narrow one as a list per recipe."""
+"""A comparison of recipes: on the terminal tables, or where it is narrow a list per recipe; with --html a page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
@@ -16,11 +17,17 @@ from rich.text import Text
 from rewriter.common.numbers import digits, duration, percent, size, times
 from rewriter.common.tables import plain_table
 from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
+from rewriter.predict.validation import COLUMNS as VALIDATED
+from rewriter.predict.validation import Validation
+from rewriter.show.charts import pareto
+from rewriter.show.page import render
+from rewriter.show.timeline import label_of, named, scale, shown, timeline
 
 COLUMNS = ("prefill", "per token", "80 %", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
 DROPPED = ("80 %", "memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
+SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
 LEGEND = (
     "Per token: one decode step (TPOT); 80 %: how far off it may be in 4 of 5 cases. Exposed: of it, waiting for "
     "communication. Tokens/s: of a whole generation, prefill included. Break-even: an all-reduce must take longer than "
@@ -30,44 +37,44 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """What `rewrite predict` prints; rich renders it as wide as the terminal is. `pareto`: with the table of points."""
+    """Output of `rewrite predict`; rich renders it as wide as the terminal is. `pareto`: with the table of points."""
 
     comparison: RecipeComparison
     pareto: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        found = self.comparison
-        yield Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
-        if found.what_if:
-            yield Text(f"what if: {', '.join(found.what_if)}")
-        if found.modelled:
+        c = self.comparison
+        yield Text.assemble((model_name(c), "bold"), " on ", (c.fabric, "bold"), f": {setting(c)}")
+        if c.what_if:
+            yield Text(f"what if: {', '.join(c.what_if)}")
+        if c.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
-        rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in found.predictions]
-        rows += [(_name(p) + " [dim](baseline)[/]", cells(p), "" if p.fits else "dim") for p in found.baselines]
+        rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in c.predictions]
+        rows += [(_name(p) + " [dim](baseline)[/]", cells(p), "" if p.fits else "dim") for p in c.baselines]
         table = _fitting(None, COLUMNS, DROPPED, rows, console, options)
         if table is not None:
             yield table
             yield Text(LEGEND, style="dim")
             yield Text()
-            title, spent = "One pass of one rank", _times(found.predictions)
+            title, spent = "One pass of one rank", _times(c.predictions)
             if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
                 yield passes
         else:
-            for prediction in (*found.predictions, *found.baselines):
+            for prediction in (*c.predictions, *c.baselines):
                 yield _card(prediction)
         if self.pareto:
             yield Text()
-            yield _pareto(found.pareto)
-        lacking = [p.recipe for p in found.predictions if not p.fits]
+            yield _pareto(c.pareto)
+        lacking = [p.recipe for p in c.predictions if not p.fits]
         said = [f"! More than a device's memory: {', '.join(lacking)}."] if lacking else []
-        if said := [*said, *notes(found)]:
+        if said := [*said, *notes(c)]:
             yield Text()
             yield Text("\n".join(said))
 
 
 def cells(p: Prediction) -> dict[str, str]:
-    """What stands in each of COLUMNS, and in the page's table too."""
+    """Cells of COLUMNS, for terminal and page."""
     exposed, seconds = p.exposed_communication_seconds_per_token, p.break_even_seconds
     return {
         "prefill": duration(p.prefill.seconds),
@@ -84,7 +91,7 @@ def cells(p: Prediction) -> dict[str, str]:
 
 
 def _within(p: Prediction) -> str:
-    """By how much the time per token may be off."""
+    """Uncertainty of the time per token."""
     if p.seconds_per_token_interval is None or p.seconds_per_token <= 0.0:
         return "–"
     return f"± {100 * (p.seconds_per_token_interval[1] / p.seconds_per_token - 1):.0f} %"
@@ -96,7 +103,7 @@ def parts(phase: Phase) -> dict[str, float]:
 
 
 def setting(comparison: RecipeComparison) -> str:
-    """The job in words: "tp 8 on 2 nodes, batch 1, 1,024 + 512 tokens, eager"."""
+    """The job: "tp 8 on 2 nodes, batch 1, 1,024 + 512 tokens, eager"."""
     if not comparison.predictions:
         return ""
     p = comparison.predictions[0]
@@ -133,8 +140,8 @@ def _fitting(
     for count in range(len(dropped) + 1):
         kept = [column for column in columns if column not in dropped[:count]]
         table = _table(title, kept)
-        for name, shown, style in rows:
-            table.add_row(name, *(escape(shown[column]) for column in kept), style=style)
+        for name, known, style in rows:
+            table.add_row(name, *(escape(known[column]) for column in kept), style=style)
         if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
             return table
     return None
@@ -163,11 +170,11 @@ def _card(p: Prediction) -> Table:
     return table
 
 
-def _pareto(found: Mapping[str, Sequence[PredictedPoint]]) -> Table:
+def _pareto(points_of: Mapping[str, Sequence[PredictedPoint]]) -> Table:
     """The points that no other of their recipe beats in both; the page and JSON have all."""
     columns = ("tp", "batch", "per token", "tokens/s per GPU")
     table = _table("Best TP degrees and batches", columns)
-    for recipe, points in found.items():
+    for recipe, points in points_of.items():
         name = escape(recipe)
         for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):
             speed = digits(q.tokens_per_second_per_gpu)
@@ -183,14 +190,86 @@ def degree(q: PredictedPoint) -> str:
     return f"{q.tp}" if q.sp == 1 else f"{q.tp} × sp {q.sp}"
 
 
-def notes(found: RecipeComparison) -> list[str]:
-    """What must be known beyond the numbers. A note that several recipes share is said once, in order of appearance."""
+def notes(comparison: RecipeComparison) -> list[str]:
+    """Sentences that belong to the numbers. A note that several recipes share is said once, in order of appearance."""
     by_note: dict[str, list[str]] = {}
-    for p in (*found.predictions, *found.baselines):
+    for p in (*comparison.predictions, *comparison.baselines):
         for note in p.notes:
             by_note.setdefault(note, []).append(p.recipe)
     said = [
-        ("" if len(recipes) == len(found.predictions) + len(found.baselines) else f"{', '.join(recipes)}: ") + note
+        ("" if len(recipes) == len(comparison.predictions) + len(comparison.baselines) else f"{', '.join(recipes)}: ")
+        + note
         for note, recipes in by_note.items()
     ]
-    return said + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in found.skipped]
+    return said + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in comparison.skipped]
+
+
+# --- the page ---
+
+
+def predict_page(
+    comparison: RecipeComparison,
+    command: str = "",
+    figures: Sequence[tuple[str, str, str]] = (),
+    validation: Validation | None = None,
+) -> str:
+    """The file's text. `command`: what made it; `figures`: the fabric's, each with its value and its source;
+    `validation`: what was measured as well."""
+    predictions = comparison.predictions
+    points = [
+        (recipe, [degree(q), f"{q.batch:,}", duration(q.seconds_per_token), digits(q.tokens_per_second_per_gpu),
+                  "best" if q.front else "" if q.fits else "does not fit"])
+        for recipe, line in comparison.pareto.items()
+        for q in sorted(line, key=lambda q: (not q.front, q.ranks, q.batch))
+    ]  # fmt: skip
+    mark, _, why = MODELLED.partition(":")
+    passes = [
+        _pass("One decode step", [(p, p.decode) for p in predictions]),
+        _pass("Prefill", [(p, p.prefill) for p in predictions]),
+    ]
+    return render(
+        "predict.html.j2", title=f"{model_name(comparison)}: what recipes gain on {comparison.fabric}",
+        comparison=comparison,
+        setting=setting(comparison), modelled=(mark, why), headline=headline(predictions),
+        columns=COLUMNS, legend=LEGEND,
+        speeds=[(p.recipe, cells(p).values()) for p in predictions], passes=passes if predictions else (),
+        points=points, pareto=pareto(comparison.pareto), validation=validation, validated=VALIDATED,
+        notes=notes(comparison), command=command, figures=[(what, cells) for what, *cells in figures],
+    )  # fmt: skip
+
+
+def headline(predictions: Sequence[Prediction]) -> str:
+    """The result in a sentence."""
+    if not predictions:
+        return "No recipe could be predicted."
+    first, others = predictions[0], [p for p in predictions[1:] if p.kind != "timing only" and p.fits]
+    share = percent(first.exposed_communication_seconds_per_token, first.seconds_per_token)
+    waits = f"With {first.recipe}, a rank waits for communication during {share} of a decode step."
+    if not others:
+        return waits
+    best = max(others, key=lambda p: round(p.speedup, 2))  # of equals, the first named
+    if best.speedup <= 1:
+        return f"{waits} None of the other recipes is faster."
+    return f"{waits} {best.recipe} gives {times(best.speedup)} its tokens per second: {digits(best.tokens_per_second)}."
+
+
+def _pass(title: str, phases: Sequence[tuple[Prediction, Phase]]) -> dict[str, Any]:
+    """The timelines of one kind of pass, their enlarged spans as a table for who cannot see them, and the figures."""
+    drawn = [(p.recipe, phase) for p, phase in phases if phase.spans]  # measured passes have none
+    drawings, enlarged = [], ""
+    if drawn:
+        common = scale([phase for _, phase in drawn])
+        enlarged = named(common.layers) if common.layers else ""
+        for recipe, phase in drawn:
+            spans = [
+                ("waits" if s.lane == "compute" and s.exposed else label_of(s), s.start, s.seconds)
+                for s in (shown(phase, common) if common.layers else ())
+            ]
+            drawing = timeline(f"{recipe}, {title[:1].lower()}{title[1:]}", phase, common)
+            drawings.append((recipe, phase.seconds, drawing, spans))
+    rows = []
+    for p, phase in phases:
+        spent = [phase.seconds, *parts(phase).values(), phase.communication_seconds]
+        share = percent(phase.exposed_seconds, phase.seconds)
+        rows.append((p.recipe, [*map(duration, spent), share, f"{phase.collectives:,}", f"{phase.kernels:,}"]))
+    return {"title": title, "enlarged": enlarged, "drawings": drawings, "columns": SPENT, "rows": rows}

@@ -1,4 +1,4 @@
-"""A recorded balance of a prediction, made by hand."""
+"""A parser that checks that the elements of a page are closed, and keeps what it has seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a search for the terminal: the front as a table and a plot, the chosen mix layer by layer."""
+"""The result of a search: on the terminal the front as a table, with --html a page with its plot."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import duration, times
+from rewriter.common.svg import log_ticks, path, svg, ticks
 from rewriter.common.tables import plain_table
 from rewriter.passes.selection import spans
 from rewriter.search.choices import DOES, Mix
-from rewriter.search.result import Point, Rise, SearchResult
+from rewriter.search.result import Rise, SearchPoint, SearchResult, Single
+from rewriter.show.charts import HEIGHT, SHAPES, WIDTH, Plot
+from rewriter.show.page import render
 
 COLUMNS = ("per token", "speedup", "rise in loss", "KL", "estimated", "held out")
-NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix beside all of them
+NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix and all of them
 LEGEND = (
     "Rise: of the loss on the calibration text, as a share of it, ± its standard error. KL: from the original, nats "
     "per token; estimated before it was measured. Held out: the rise on text that nothing was chosen by."
 )
 NARROW_LEGEND = "Rise: of the loss on the calibration text, as a share of it, ± its standard error."
-_HEIGHT, _NARROWEST, _WIDEST = 14, 40, 76
+CHOSEN = "m0-8l8 8-8 8-8-8z"
 _ROOM = 120  # characters of a line that all columns need
 
 
 @dataclass(frozen=True)
 class SearchReport:
-    """What `rewrite search` prints; rich renders it as wide as the terminal is."""
+    """Output of `rewrite search`; rich renders it as wide as the terminal is."""
 
     result: SearchResult
 
@@ -44,8 +47,6 @@ class SearchReport:
         yield _table(result, COLUMNS if wide else NARROW)
         yield Text(LEGEND if wide else NARROW_LEGEND, style="dim")
         yield Text()
-        yield Text(plot(result.points, result.chosen, min(max(options.max_width - 12, _NARROWEST), _WIDEST)))
-        yield Text()
         yield Text.assemble("chosen: ", (headline(result), "bold"))
         for line in layers_of(result.chosen.mix):
             yield Text(f"  {line}")
@@ -58,7 +59,7 @@ def model_name(result: SearchResult) -> str:
 
 
 def setting(result: SearchResult) -> str:
-    """The job in words."""
+    """The job, as a phrase."""
     load, ranks = result.workload, math.prod(result.ranks.values())
     job = f"batch {load['batch']}, {load['prompt']:,} + {load['generate']:,} tokens"
     return f"{ranks} ranks, {job}, a rise in loss of {share(result.budget)} at most"
@@ -75,7 +76,7 @@ def headline(result: SearchResult) -> str:
 
 
 def layers_of(mix: Mix) -> list[str]:
-    """What each rewrite is, and the layers that it has."""
+    """A line for each rewrite, with its layers."""
     lines = [] if mix.base == Mix.base else [f"{mix.base}: ranks share the tokens of a sequence"]
     layers: dict[str, list[int]] = {}
     for p in mix.placements:
@@ -88,7 +89,7 @@ def layers_of(mix: Mix) -> list[str]:
 
 
 def notes(result: SearchResult) -> list[str]:
-    """What must be known beside the figures."""
+    """Sentences that belong to the figures."""
     said = [
         f"Measured on {result.text}. The original's loss is {result.loss:.3f} nats per token. The orders of estimated "
         f"and measured cost agree by {result.agreement:.2f} (Kendall's tau), after {result.rounds} rounds."
@@ -97,8 +98,8 @@ def notes(result: SearchResult) -> list[str]:
     return said
 
 
-def cells(point: Point) -> dict[str, str]:
-    """What stands in each of COLUMNS, and in the page's table too."""
+def cells(point: SearchPoint) -> dict[str, str]:
+    """Cells of COLUMNS, for terminal and page."""
     return {
         "per token": duration(point.speed.decode),
         "speedup": times(point.speedup),
@@ -134,43 +135,64 @@ def _table(result: SearchResult, columns: Sequence[str]) -> Table:
     return table
 
 
-# --- the plot ---
-
-
-def plot(points: Sequence[Point], chosen: Point, width: int, height: int = _HEIGHT) -> str:
-    """Speedups over rises in loss, as characters. The rise is logarithmic; what is exact stands at the left edge.
-
-    `●`: the front; `·`: other mixes; `◆`: the chosen one.
-    """
-    low, high = axis_of(points)
-    speeds = [p.speedup for p in points]
-    bottom, top = min(speeds), max(max(speeds), min(speeds) + 1e-6)
-    rows = [[" "] * width for _ in range(height)]
-    for point in sorted(points, key=lambda p: (p.mix == chosen.mix, p.front)):
-        x = round(place(point.rise.relative, low, high) * (width - 1))
-        y = round((point.speedup - bottom) / (top - bottom) * (height - 1))
-        rows[height - 1 - y][x] = "◆" if point.mix == chosen.mix else "●" if point.front else "·"
-    labels = {0: times(top), height - 1: times(bottom)}
-    lines = [f"{labels.get(n, ''):>7} │{''.join(row).rstrip()}" for n, row in enumerate(rows)]
-    axis = [" "] * (width + 8)
-    for value in (low, math.sqrt(low * high), high):
-        words = share(value)
-        at = min(round(place(value, low, high) * (width - 1)), width + 7 - len(words))
-        axis[at : at + len(words)] = words
-    lines.append(f"{'':>7} └{'─' * width}")
-    lines.append(f"{'':>8}{''.join(axis).rstrip()}")
-    lines.append(f"{'':>8} rise in loss  ● front  · other mixes  ◆ chosen")
-    return "\n".join(lines)
-
-
-def axis_of(points: Sequence[Point]) -> tuple[float, float]:
-    """The axis of rises: from the least above 0 to the largest."""
-    above = [p.rise.relative for p in points if p.rise.relative > 1e-6] or [0.01]
-    return min(above), max(max(above), min(above) * 10)
+# --- the page ---
 
 
 def place(rise: float, low: float, high: float) -> float:
-    """Where a rise stands on the axis, from 0 to 1; what is exact, at 0."""
+    """Place of a rise on the axis, from 0 to 1; what is exact, at 0."""
     if rise < low:
         return 0.0
     return 0.06 + 0.94 * math.log(rise / low) / math.log(high / low)
+
+
+def search_page(result: SearchResult, command: str = "") -> str:
+    """The file's text. `command`: what made it."""
+    rewrites = [name for name in DOES if any(s.rewrite == name for s in result.singles)]
+    chosen = result.chosen.mix
+    points = [(named(p.mix) + (" ◆" if p.mix == chosen else ""), cells(p).values()) for p in result.front]
+    return render(
+        "search.html.j2", title=f"{model_name(result)}: the recipe that fits {result.fabric}", result=result,
+        setting=setting(result), headline=headline(result), layers=layers_of(chosen),
+        front=speed_for_loss(result), legend=LEGEND, columns=COLUMNS, points=points, rewrites=rewrites,
+        singles=_singles(result.singles, rewrites), does=DOES, notes=notes(result), command=command,
+    )  # fmt: skip
+
+
+def _singles(singles: Sequence[Single], rewrites: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Rows by layer: the cost of each rewrite alone, in thousandths of a nat per token, and last its largest gain."""
+    costs = {(s.layer, s.rewrite): f"{1e3 * s.cost:.2f}" for s in singles}
+    rows = [
+        (f"{layer}", [costs.get((layer, name), "") for name in rewrites])
+        for layer in sorted({s.layer for s in singles})
+    ]
+    gains = []
+    for name in rewrites:
+        most = max((s.gain for s in singles if s.rewrite == name and s.gain is not None), default=None)
+        gains.append("–" if most is None else duration(most) if most > 0 else "none")
+    return [*rows, ("gain", gains)]
+
+
+def speed_for_loss(result: SearchResult) -> str:
+    """Speedups over rises in loss. The rise is logarithmic; what is exact stands at the left edge."""
+    above = [p.rise.relative for p in result.points if p.rise.relative > 1e-6] or [0.01]
+    low, high = min(above), max(max(above), min(above) * 10)
+    speeds = [p.speedup for p in result.points]
+    bottom, top = min(speeds), max(max(speeds), min(speeds) + 0.01)
+    plot = Plot(24.0, lambda rise: place(rise, low, high), lambda speed: (speed - bottom) / (top - bottom))
+    parts = plot.axes(
+        {value: share(value) for value in log_ticks(low, high)},
+        {value: times(value) for value in ticks(bottom, top)},
+        "rise in loss (less is better); dashed: the budget",
+    )
+    if low <= result.budget <= high:
+        parts.append(plot.vertical(result.budget, "r1"))
+    line = sorted(result.front, key=lambda p: p.speed.seconds)
+    if len(line) > 1:
+        parts.append(path("M" + "L".join(plot.at(p.rise.relative, p.speedup) for p in line), "pl s1"))
+    for p in result.points:
+        chosen = p.mix == result.chosen.mix
+        shape, look = (CHOSEN, "pp s2") if chosen else (SHAPES[0], "pp s1" if p.front else "pp s0 o")
+        said = f"{named(p.mix)}: {times(p.speedup)}, a rise of {share(p.rise.relative)}"
+        parts.append(path(f"M{plot.at(p.rise.relative, p.speedup)}{shape}", look, said))
+    said = "Predicted speedups over measured rises in loss; the table below has the points of the front."
+    return svg(WIDTH, HEIGHT, "Speed for loss", said, "", parts)
