@@ -28,7 +28,7 @@ from rewriter.passes.base import bound_ranks, scopes, single_device
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """What goes beside the weights.
+    """The files beside the weights.
 
     `config` is for config.json. `modeling` is the text of the file `modeling_name`; both are None where the source's
     own code still computes the program.
@@ -163,7 +163,7 @@ def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: Sequ
 def _what(
     program: Program, index: int, touched: bool, layer: PrintedLayer, modes: Sequence[BlockMode] | None
 ) -> list[str]:
-    """What a kind of layer does, in a sentence or two; with `modes`, in one per block."""
+    """Description of a kind of layer, in a sentence or two; with `modes`, in one per block."""
     name = program.source.of_layer(index).layer_class
     if modes is not None:
         passing = [f"Computes what {name} computes, beside values that it passes on."]
