@@ -16,7 +16,7 @@ from rewriter import api
 from rewriter.common.errors import RewriterError
 from rewriter.weights import Checkpoint
 from rewriter.weights import early_copies as module
-from rewriter.weights.early_copies import EarlyCopies, begun_copies, kept_copies
+from rewriter.weights.early_copies import EarlyCopies, begun_copies
 from rewriter.weights.header import encode_header
 
 SIZE = (17 << 20) + 4096 + 24  # of the data: more than a piece
@@ -91,13 +91,6 @@ def test_copies_do_not_begin_without_room(
         assert early is None
 
 
-def test_copies_end_where_the_plan_holds_others(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    with EarlyCopies(checkpoint, tmp_path) as early:
-        assert kept_copies(early, [(checkpoint.files[0], "model.safetensors")]) is early
-        assert kept_copies(early, []) is None
-        assert early.nbytes() == 0
-
-
 # A conversion
 
 
@@ -114,6 +107,10 @@ def test_a_conversion_takes_them(source: Path, tmp_path: Path, monkeypatch: pyte
     api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none")
     assert [from_.name for from_, _ in taken] == ["model.safetensors"]
     api.verify(tmp_path / "out")
+    other = {"desync.untie_norms": True}  # other weights than the source's are written
+    api.convert(source, "desync-2x", out=tmp_path / "other", tp=2, verify="none", set=other)
+    assert len(taken) == 1
+    api.verify(tmp_path / "other")
 
 
 def test_without_files_that_have_no_name_it_copies_as_ever(
@@ -123,7 +120,8 @@ def test_without_files_that_have_no_name_it_copies_as_ever(
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), directory)
 
     monkeypatch.setattr("rewriter.weights.early_copies.unnamed", refuse)
-    assert EarlyCopies.begin(source, tmp_path / "out", link=False) is None
+    with begun_copies(source, out=tmp_path / "out") as early:
+        assert early is None
     api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none")
     api.verify(tmp_path / "out")
 
