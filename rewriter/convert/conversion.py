@@ -16,13 +16,12 @@ from rewriter.common.garbage import collector_paused
 from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
-from rewriter.convert.preflight import check_free, check_place, require_room
+from rewriter.convert.preflight import check_free, check_place, check_shrunken_copy, require_room
 from rewriter.convert.reopened import recorded_path
 from rewriter.convert.replaced_files import remove_interrupted
 from rewriter.convert.report import ConversionReport, communication, unused_note, verification_table
 from rewriter.convert.reshard import reshard
 from rewriter.convert.save_options import Level, SaveOptions
-from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit.card import model_card
 from rewriter.emit.end_tokens import end_tokens
 from rewriter.emit.files import output_files
@@ -35,7 +34,7 @@ from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.recipes.apply import apply_recipe, check_bound, load_recipe
-from rewriter.weights.early_copies import EarlyCopies, kept_copies
+from rewriter.weights.early_copies import EarlyCopies
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
@@ -173,15 +172,17 @@ def save(
             report.notes.append("it was complete already; nothing was written")
             report.verification = verification_table(read_manifest(output.final).verification)
             return report
-        early = kept_copies(early, layout.copies)
+        if early is not None and not {source for source, _ in layout.copies}.issuperset(early.sources):
+            early.stop()  # the output holds other weights
+            early = None
         require_room(program, layout, output, chosen, early)
-        found = Verification() if chosen.verify == "none" else check_shrunken_copy(program, progress)
+        verification = Verification() if chosen.verify == "none" else check_shrunken_copy(program, progress)
         hashes = output_files.write(layout, output, chosen.link, progress, early)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
         manifest.unused = [] if chosen.drop_unused else sorted(program.source.unused)
         manifest.source.path = recorded_path(layout.checkpoint.directory, output.final)
         manifest.source = original or manifest.source
-        _write_checked(program, layout, output, chosen, found, manifest, beside or {}, progress)
+        _write_checked(program, layout, output, chosen, verification, manifest, beside or {}, progress)
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)
     return report
@@ -192,32 +193,34 @@ def _write_checked(
     layout: output_files.PlannedFiles,
     output: OutputDirectory,
     options: SaveOptions,
-    found: Verification,
+    verification: Verification,
     manifest: Manifest,
     beside: Mapping[str, Path],
     progress: ProgressCall,
 ) -> None:
     """Check the real weights, and complete the manifest by what was `found`; it is written last."""
     drift: Drift | None = None
-    real = None if options.verify == "none" else _real_weights(program, layout, options, progress, found)
+    real = None if options.verify == "none" else _real_weights(program, layout, options, progress, verification)
     if real is not None:
         if options.verify == "full":
-            real.compare(found)
-        drift = real.drift(found, options.text) if manifest.adaptation is None else None
+            real.compare(verification)
+        drift = real.drift(verification, options.text) if manifest.adaptation is None else None
         output.write(GOLDEN, real.golden())
         manifest.golden = Golden(file=GOLDEN, tokens=golden_tokens(program).shape[1])
     for file, path in beside.items():
         if output.finished(file) is None:
             output.write(file, path.read_bytes())
-    manifest.verification, manifest.files = verified(found, options.verify, drift), output.hashes()
+    manifest.verification, manifest.files = verified(verification, options.verify, drift), output.hashes()
     if options.verify != "none":
         output.manifest(manifest.table())  # the sharded module is found through it
         if options.verify == "full" and real is not None:
-            real.compare_emitted(found, output.staging)
+            real.compare_emitted(verification, output.staging)
         else:
             del real  # its memory is needed
-            compare_ranks(program, manifest.mesh, output.staging, found, layout.target, layout.dequantized, progress)
-        manifest.verification = verified(found, options.verify, drift)
+            compare_ranks(
+                program, manifest.mesh, output.staging, verification, layout.target, layout.dequantized, progress
+            )
+        manifest.verification = verified(verification, options.verify, drift)
     assert program.source.path is not None
     output.write(CARD, model_card(manifest, Path(program.source.path)))
     manifest.files = output.hashes()
@@ -229,12 +232,12 @@ def _real_weights(
     layout: output_files.PlannedFiles,
     options: SaveOptions,
     progress: ProgressCall,
-    found: Verification,
+    verification: Verification,
 ) -> RealWeights | None:
     """The real weights to check on; where they do not fit in memory, None and a note of it."""
     # as stored, rounded to the dtype, and as the ranks hold them, whose drift is measured where they quantize
     copies = 1 + (options.dtype is not None) + is_quantized(program)
     if reason := too_large(single_device(program), copies):
-        found.notes.append(reason)
+        verification.notes.append(reason)
         return None
     return RealWeights(program, layout, progress)
