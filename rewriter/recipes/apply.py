@@ -83,10 +83,10 @@ def _applied(rewrite: Any, program: Program, key: tuple[Any, ...], known: Applie
             known[key] = _applied(rewrite, program, key, None)
         except RewriterError as error:
             known[key] = error
-    found = known[key]
-    if isinstance(found, RewriterError):
-        raise found
-    return found
+    result = known[key]
+    if isinstance(result, RewriterError):
+        raise result
+    return result
 
 
 def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int, sp: int = 1) -> None:
