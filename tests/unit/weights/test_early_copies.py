@@ -107,7 +107,7 @@ def test_a_conversion_takes_them(source: Path, tmp_path: Path, monkeypatch: pyte
     api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none")
     assert [from_.name for from_, _ in taken] == ["model.safetensors"]
     api.verify(tmp_path / "out")
-    other = {"desync.untie_norms": True}  # other weights than the source's are written
+    other = {"desync.untie_norms": True, "permute.ranks": {}}  # other weights than the source's are written
     api.convert(source, "desync-2x", out=tmp_path / "other", tp=2, verify="none", set=other)
     assert len(taken) == 1
     api.verify(tmp_path / "other")
