@@ -65,7 +65,7 @@ def convert(
     `tp` ranks share the heads and channels, `sp` ranks the tokens of a sequence. Of several numbers in `tp` each gets
     a runtime module, and all read one checkpoint; the recipe must not be bound to its ranks then. `out` defaults to
     MODEL-RECIPE[-spN][-tpN] in the current directory. Everything that can be refused without work is refused first,
-    then the shrunken check runs, then files are written beside their final place and renamed; of the weights, what
+    then the shrunken check runs, then files are written next to their final place and renamed; of the weights, what
     `early` copies meanwhile is taken. Raises RewriterError for bad input, VerificationError when the result does not
     compute what the recipe says; nothing is left then.
     """

@@ -25,7 +25,7 @@ from rewriter.weights.early_copies import EarlyCopies, reflinks
 from rewriter.weights.streaming import KEPT
 
 BESIDE = 1 << 23  # bytes of what is made last: card, manifest, golden logits, what ranks hold as ranges
-RANK_BYTES = 350_000_000  # of a rank that verifies, beside its weights
+RANK_BYTES = 350_000_000  # of a rank that verifies, without its weights
 
 
 def require_room(

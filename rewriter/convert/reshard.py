@@ -1,4 +1,4 @@
-"""`rewrite reshard DIR --tp N`: the runtime module of another number of ranks, beside a checkpoint that stays."""
+"""`rewrite reshard DIR --tp N`: the runtime module of another number of ranks, for a checkpoint that stays."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def _passes(manifest: Manifest) -> Iterator[str]:
 
 
 def _adaptation(done: AdaptationEntry) -> Iterator[str]:
-    """The data and method of the training, and the loss before and after, beside the original's."""
+    """The data and method of the training, and the loss before and after, and that of the original."""
     yield "## Fine-tuning"
     yield _filled(
         f"Trained after the rewrite by {_METHODS.get(done.method, done.method)}, on {done.data}: {done.steps:,} steps "

@@ -21,7 +21,7 @@ class Strict(BaseModel):
 
 
 class PassSpec(Strict):
-    """One entry of the pass list. In YAML the options stand beside `pass`: `{pass: ladder, layers: upper-half}`."""
+    """One entry of the pass list. In YAML the options stand next to `pass`: `{pass: ladder, layers: upper-half}`."""
 
     pass_name: str = Field(alias="pass", min_length=1)
     optional: bool = False

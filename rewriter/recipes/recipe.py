@@ -56,7 +56,7 @@ class MeasuredRise(Strict):
     seen: float
 
 
-class Measured(Strict):
+class MeasuredRecipe(Strict):
     """Measurements and predictions of `rewrite search` for the recipe that it found; nothing is done with it.
 
     `calibration`: the rise in loss on the text by which it was chosen, `held_out`: on text that it was not.
@@ -88,7 +88,7 @@ class Recipe(Strict):
     paper: Text
     passes: Annotated[tuple[PassSpec, ...], Field(min_length=1)]
     adapt: Adaptation | None = None
-    measured: Measured | None = None
+    measured: MeasuredRecipe | None = None
 
     _source: str = PrivateAttr("")
     _document: Document = PrivateAttr(default_factory=Document)
@@ -140,7 +140,7 @@ class Recipe(Strict):
         return self._with_specs(specs, overrides)
 
     def with_options(self, index: int, options: Mapping[str, Any]) -> Self:
-        """A copy in which the pass at `index` has `options`, as they are, beside those that it has."""
+        """A copy in which the pass at `index` has `options`, as they are, added to those that it has."""
         spec = self.passes[index]
         changed = spec.model_copy(update={"options": {**spec.options, **options}})
         return self._with_specs([*self.passes[:index], changed, *self.passes[index + 1 :]], {})
@@ -223,7 +223,7 @@ _SECTIONS: dict[Location, type[BaseModel]] = {
     (): Recipe,
     ("adapt",): Adaptation,
     ("adapt", "data"): AdaptationData,
-    ("measured",): Measured,
+    ("measured",): MeasuredRecipe,
     ("measured", "calibration"): MeasuredRise,
     ("measured", "held_out"): MeasuredRise,
 }

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.bin.index.json", "*.ckpt", "*.pkl")
-MAX_INDEX = 500_000_000
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 TORCH_DTYPES: Mapping[str, str] = {
@@ -178,10 +177,6 @@ def mixed_dtypes(checkpoint: Checkpoint, expression: Expression) -> RewriterErro
 
 def _read_index(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_INDEX:
-            raise RewriterError(
-                f"{path}: {path.stat().st_size} bytes are too many for an index; {MAX_INDEX} is the limit."
-            )
         index = parse_json(path, path.read_bytes(), kind="index")
     except OSError as error:
         raise RewriterError(f"{path}: cannot be read: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""The output directory: written beside its final place, renamed when complete, resumed when interrupted.
+"""The output directory: written next to its final place, renamed when complete, resumed when interrupted.
 
 While a run is under way, NAME's files are in `.NAME.rewriting`, and `.NAME.rewriting.journal` says which job writes
 there and which files are finished. The journal is also the lock that keeps two runs apart, and the proof that the

@@ -37,7 +37,7 @@ _BESIDE_WEIGHTS = (
     "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "spiece.model", "sentencepiece*.model", "*.tiktoken", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, beside chat_template.jinja
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, besides chat_template.jinja
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def cast_dtypes(
     `written` are the dtypes of the adapted checkpoint's tensors, `config` its config.json. A model whose parameters are
     stored in several dtypes computes in one: transformers casts all to the config's, or where that says none to the
     first tensor's, but for those that it has in fp32. What quantized weights stand for counts as stored in that dtype.
-    Where all are stored alike they are computed with in that dtype.
+    Where all are stored in one dtype they are computed with in that dtype.
     """
     stored = {
         n: spec.expression.dtypes(written) for n, spec in program.parameters.items() if spec.expression is not None

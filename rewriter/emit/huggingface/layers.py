@@ -77,7 +77,7 @@ class PrintedLayer:
         )
 
     def same_computation(self, other: PrintedLayer) -> bool:
-        """True if both compute alike, apart from further values that they return."""
+        """True if both compute the same, apart from further values that they return."""
         alike = (self.statements, self.gives[0]) == (other.statements, other.gives[0])
         return alike and not self.modules and not other.modules
 

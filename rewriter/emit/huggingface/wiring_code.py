@@ -1,7 +1,7 @@
 """The wiring of a layer as Python: calls of children as the source makes them, arguments as versions name them.
 
 What a layer gives, under its own name, to every child that also gets its `**kwargs`, and to nothing else, stays in
-`**kwargs` under whatever name this version of transformers uses. Where that is not so of the cache, it is taken out of
+`**kwargs` under the name that this version of transformers uses. Where that is not so of the cache, it is taken out of
 `**kwargs` and given to each child under the name that the child has for it; nor is it so of mixers without attention,
 which had other names for it than their layers.
 """

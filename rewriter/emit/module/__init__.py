@@ -1,6 +1,6 @@
 """Program → runtime/<mesh>/module.py: the sharded model as code that a person reviews.
 
-One class per distinct body and per distinct layer, alike layers in one loop. Needs torch and `rewriter.runtime` only.
+One class per distinct body and per distinct layer, equal layers in one loop. Needs torch and `rewriter.runtime` only.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Emitter:
         return by_dtype
 
     def _list(self, layers: list[RuntimeLayer]) -> list[str]:
-        """The layers, runs of alike ones as comprehensions."""
+        """The layers, runs of equal ones as comprehensions."""
         lines, i = ["            ["], 0
         step = self._slot_step(layers)
         for _, run in itertools.groupby(layers, key=lambda layer: layer.cls):

@@ -260,7 +260,7 @@ class RuntimeLayerPrinter:
 
 
 def _place(layers: Sequence[int], families: Sequence[str]) -> str:
-    """The place of layers among those that are wired alike: "First", "Last", "Drained" after a ladder, or nowhere."""
+    """The place of layers among those of the same wiring: "First", "Last", "Drained" after a ladder, or none."""
     if all(i == 0 or families[i] != families[i - 1] for i in layers):
         drained = all(i > 0 and "Ladder" in families[i - 1] and "Ladder" not in families[i] for i in layers)
         return "Drained" if drained else "First"
@@ -348,7 +348,7 @@ def outline(graph: fx.Graph, num_layers: int) -> Outline:
 def with_values_in_flight(cut: Outline) -> Outline:
     """The same outline, with values that only pass a layer by made its inputs and outputs.
 
-    A loop over alike layers then sees the same number of values in flight before and after each.
+    A loop over equal layers then sees the same number of values in flight before and after each.
     """
     last = {n: i for i, r in enumerate(cut.layers) for n in r.inputs}
     last |= {n: len(cut.layers) for node in cut.after for n in node.all_input_nodes}

@@ -1,4 +1,4 @@
-"""Names of wiring values in an emitted module: they say what a value is, equal for alike layers.
+"""Names of wiring values in an emitted module: they say what a value is, the same for equal layers.
 
 x           the residual stream, equal on all ranks (x_before: as it was some blocks earlier)
 x_own       this rank's own residual: the stream plus what this rank alone added to it
