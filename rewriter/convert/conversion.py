@@ -17,13 +17,12 @@ from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
-from rewriter.convert.preflight import check_free, check_place, require_room
+from rewriter.convert.preflight import check_free, check_place, check_shrunken_copy, require_room
 from rewriter.convert.reopened import recorded_path
 from rewriter.convert.replaced_files import remove_interrupted
 from rewriter.convert.report import ConversionReport, communication, unused_note, verification_table
 from rewriter.convert.reshard import reshard
 from rewriter.convert.save_options import Level, SaveOptions
-from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit.card import model_card
 from rewriter.emit.end_tokens import end_tokens
 from rewriter.emit.files import output_files
@@ -36,7 +35,7 @@ from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.recipes.apply import apply_recipe, check_bound, load_recipe
-from rewriter.weights.early_copies import EarlyCopies, kept_copies
+from rewriter.weights.early_copies import EarlyCopies
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
@@ -61,7 +60,7 @@ def convert(
     `tp` ranks share the heads and channels, `sp` ranks the tokens of a sequence. Of several numbers in `tp` each gets
     a runtime module, and all read one checkpoint; the recipe must not be bound to its ranks then. `out` defaults to
     MODEL-RECIPE[-spN][-tpN] in the current directory. Everything that can be refused without work is refused first,
-    then the shrunken check runs, then files are written beside their final place and renamed; of the weights, what
+    then the shrunken check runs, then files are written next to their final place and renamed; of the weights, what
     `early` copies meanwhile is taken. Raises RewriterError for bad input, VerificationError when the result does not
     compute what the recipe says; nothing is left then.
     """
@@ -167,15 +166,17 @@ def save(
             report.notes.append("it was complete already; nothing was written")
             report.verification = verification_table(read_manifest(output.final).verification)
             return report
-        early = kept_copies(early, layout.copies)
+        if early is not None and not {source for source, _ in layout.copies}.issuperset(early.sources):
+            early.stop()  # the output holds other weights
+            early = None
         require_room(program, layout, output, options, early)
-        found = Verification() if options.verify == "none" else check_shrunken_copy(program, progress)
+        verification = Verification() if options.verify == "none" else check_shrunken_copy(program, progress)
         hashes = output_files.write(layout, output, options.link, progress, early)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
         manifest.unused = [] if options.drop_unused else sorted(program.source.unused)
         manifest.source.path = recorded_path(layout.checkpoint.directory, output.final)
         manifest.source = original or manifest.source
-        _write_checked(program, layout, output, options, found, manifest, beside or {}, progress)
+        _write_checked(program, layout, output, options, verification, manifest, beside or {}, progress)
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)
     return report
@@ -186,32 +187,34 @@ def _write_checked(
     layout: output_files.PlannedFiles,
     output: OutputDirectory,
     options: SaveOptions,
-    found: Verification,
+    verification: Verification,
     manifest: Manifest,
     beside: Mapping[str, Path],
     progress: ProgressCall,
 ) -> None:
     """Check the real weights, and complete the manifest by what was `found`; it is written last."""
     drift: Drift | None = None
-    real = None if options.verify == "none" else _real_weights(program, layout, options, progress, found)
+    real = None if options.verify == "none" else _real_weights(program, layout, options, progress, verification)
     if real is not None:
         if options.verify == "full":
-            real.compare(found)
-        drift = real.drift(found, options.text) if manifest.adaptation is None else None
+            real.compare(verification)
+        drift = real.drift(verification, options.text) if manifest.adaptation is None else None
         output.write(GOLDEN, real.golden())
         manifest.golden = Golden(file=GOLDEN, tokens=golden_tokens(program).shape[1])
     for file, path in beside.items():
         if output.finished(file) is None:
             output.write(file, path.read_bytes())
-    manifest.verification, manifest.files = verified(found, options.verify, drift), output.hashes()
+    manifest.verification, manifest.files = verified(verification, options.verify, drift), output.hashes()
     if options.verify != "none":
         output.manifest(manifest.table())  # the sharded module is found through it
         if options.verify == "full" and real is not None:
-            real.compare_emitted(found, output.staging)
+            real.compare_emitted(verification, output.staging)
         else:
             del real  # its memory is needed
-            compare_ranks(program, manifest.mesh, output.staging, found, layout.target, layout.dequantized, progress)
-        manifest.verification = verified(found, options.verify, drift)
+            compare_ranks(
+                program, manifest.mesh, output.staging, verification, layout.target, layout.dequantized, progress
+            )
+        manifest.verification = verified(verification, options.verify, drift)
     assert program.source.path is not None
     output.write(CARD, model_card(manifest, Path(program.source.path)))
     manifest.files = output.hashes()
@@ -223,12 +226,12 @@ def _real_weights(
     layout: output_files.PlannedFiles,
     options: SaveOptions,
     progress: ProgressCall,
-    found: Verification,
+    verification: Verification,
 ) -> RealWeights | None:
     """The real weights to check on; where they do not fit in memory, None and a note of it."""
     # as stored, rounded to the dtype, and as the ranks hold them, whose drift is measured where they quantize
     copies = 1 + (options.dtype is not None) + is_quantized(program)
     if reason := too_large(single_device(program), copies):
-        found.notes.append(reason)
+        verification.notes.append(reason)
         return None
     return RealWeights(program, layout, progress)

@@ -65,10 +65,10 @@ def manifest_of(
     )
 
 
-def verified(found: Verification, level: str, drift: Drift | None = None) -> Verified:
+def verified(verification: Verification, level: str, drift: Drift | None = None) -> Verified:
     """The checks that were made, as the manifest keeps them."""
-    checks = [CheckEntry(name=c.name, error=c.error, limit=c.limit) for c in found.checks]
-    return Verified(level=level, checks=checks, drift=drift, notes=list(found.notes))
+    checks = [CheckEntry(name=c.name, error=c.error, limit=c.limit) for c in verification.checks]
+    return Verified(level=level, checks=checks, drift=drift, notes=list(verification.notes))
 
 
 def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOptions) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOpt
 def _quantized(program: Program) -> QuantizedEntry | None:
     from rewriter.ir.communication import collectives, quantized
 
-    found = quantized(collectives(program))
-    return None if found is None else QuantizedEntry(**asdict(found))
+    traffic = quantized(collectives(program))
+    return None if traffic is None else QuantizedEntry(**asdict(traffic))
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:

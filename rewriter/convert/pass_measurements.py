@@ -80,8 +80,8 @@ def _affinity(
     if reason := too_large(program, 2):  # as they are, and in another order
         raise _TooLarge(reason)
     tokens, what = calibration_tokens(program, text)
-    found = affinity(program, rewritten, tokens, progress=progress)
-    return dict(found.ranks), f"{len(tokens)} tokens on {ranks} ranks, {what}: {found}"
+    order = affinity(program, rewritten, tokens, progress=progress)
+    return dict(order.ranks), f"{len(tokens)} tokens on {ranks} ranks, {what}: {order}"
 
 
 _MEASUREMENTS = {"sensitivity": _sensitivity, "affinity": _affinity}

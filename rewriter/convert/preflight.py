@@ -1,42 +1,43 @@
-"""Refusals before the first byte is written: of the place, and for lack of room on the disk or in memory."""
+"""Refusals before the first byte is written: of the place, for lack of room, and of what a shrunken copy computes."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
+from pathlib import Path
 
-from rewriter.check.shrunken_check import MOST_RANKS
+from rewriter.check.asked_passes import asked_passes
+from rewriter.check.comparison import Verification
+from rewriter.check.shrunken_check import MOST_RANKS, check_shrunken
 from rewriter.common.errors import RewriterError
+from rewriter.convert.output_manifest import manifest_of
 from rewriter.convert.save_options import SaveOptions
-from rewriter.emit.files.output_directory import OutputDirectory
+from rewriter.emit.files import output_files
+from rewriter.emit.files.output_directory import OutputDirectory, taken
 from rewriter.emit.files.output_files import PlannedFiles
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
 from rewriter.measure import drift
-from rewriter.output.names import MANIFEST, ranks_of
+from rewriter.output.names import ranks_of
 from rewriter.passes.base import single_device
-from rewriter.weights.early_copies import EarlyCopies
-from rewriter.weights.hashed_files import reflinks
+from rewriter.passes.sequence.sequence_plans import sequence_plan
+from rewriter.weights.early_copies import EarlyCopies, reflinks
 from rewriter.weights.streaming import KEPT
 
 BESIDE = 1 << 23  # bytes of what is made last: card, manifest, golden logits, what ranks hold as ranges
-BESIDE_FILES = 8  # the same as files, and the journal, the output and its own directories
-RANK_BYTES = 350_000_000  # of a rank that verifies, beside its weights
+RANK_BYTES = 350_000_000  # of a rank that verifies, without its weights
 
 
 def require_room(
     program: Program, layout: PlannedFiles, output: OutputDirectory, options: SaveOptions, early: EarlyCopies | None
 ) -> None:
-    """Raise RewriterError unless the output fits on the disk, in bytes and files, and its verification in memory.
+    """Raise RewriterError unless the output fits on the disk, and its verification in memory.
 
     What an interrupted run finished, what `early` has copied and what is shared with the source needs no room.
     """
     shared = options.link or (bool(layout.copies) and reflinks(layout.copies[0][0], output.final.parent))
     begun = early.nbytes() if early is not None else 0
-    names = {*layout.names()}.difference(output.files)
-    folders = {parent for name in names for parent in PurePosixPath(name).parents}
-    nbytes = layout.nbytes(output.files, shared) + BESIDE - begun
-    output.require_space(nbytes, len(names) + len(folders) + BESIDE_FILES)
+    output.require_space(layout.nbytes(output.files, shared) + BESIDE - begun)
     if options.verify == "none":
         return
     needed, free = memory_to_verify(program), drift.available_memory()
@@ -79,13 +80,31 @@ def check_free(out: Path, source: str | os.PathLike[str] | None = None) -> None:
     `OutputDirectory` decides; this only asks early.
     """
     check_place(out, source)
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if os.path.lexists(out) and not (out.is_symlink() and not out.exists()):
-        ours = (out / MANIFEST).is_file()
-        what = (
-            "already holds an output of rewriter"
-            if ours
-            else "exists, and is not an output of rewriter: it is not touched"
-        )
-        raise RewriterError(f"{out}: {what}. Choose another --out, or delete it yourself.")
+    if (reason := taken(out)) is not None:
+        raise RewriterError(reason)
+
+
+def check_shrunken_copy(program: Program, progress: Callable[..., None]) -> Verification:
+    """Compare `program` and its files with their reference on a small copy. Raises VerificationError."""
+    from rewriter.tracing.meta_model import load_config
+
+    assert program.source.path is not None
+    config = load_config(program.source.path, program.source.remote_code)
+
+    def write(small: Program, out: Path) -> None:
+        layout = output_files.plan(small)
+        with OutputDirectory(out, job={"shrunken check": True}) as output:
+            hashes = output_files.write(layout, output)
+            manifest = manifest_of(small, layout, output_files.public_name(None), hashes)
+            manifest.files = output.hashes()
+            output.manifest(manifest.table())
+
+    return check_shrunken(
+        config,
+        asked_passes(program),
+        program.mesh.get("tp", 1),
+        plan=sequence_plan(program),
+        write=write,
+        trust_remote_code=program.source.remote_code,
+        progress=progress,
+    )

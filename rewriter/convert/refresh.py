@@ -18,9 +18,9 @@ from rewriter.common.garbage import collector_paused
 from rewriter.common.run_context import RunContext
 from rewriter.convert.conversion import CARD
 from rewriter.convert.output_manifest import verified
+from rewriter.convert.preflight import check_shrunken_copy
 from rewriter.convert.replaced_files import add_files, linked_view, put_in_place, scratch_in
 from rewriter.convert.rewritten_source import Opened, rewritten, write_source
-from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit.card import model_card
 from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import sha256_of
@@ -64,14 +64,16 @@ def refresh(
             layouts = _layouts(opened, scratch / "source")
         program = layouts[mesh_name(manifest.mesh)][0]
         texts = _texts(opened, layouts)
-        found = Verification() if verify == "none" else check_shrunken_copy(program, progress)
+        verification = Verification() if verify == "none" else check_shrunken_copy(program, progress)
         stale = _renew(manifest, {name: layout for name, (_, layout) in layouts.items()}, texts)
         code = [path.name for path in root.glob("*.py")]
         view = linked_view(root, scratch / "view", texts, manifest, without=[CARD, *code])
         figures: dict[str, Any] = {}
         if verify != "none":
-            figures = _compare(root, view, program, manifest, before, found, progress)
-            checks = {check.name: check for check in (*manifest.verification.checks, *verified(found, verify).checks)}
+            figures = _compare(root, view, program, manifest, before, verification, progress)
+            checks = {
+                check.name: check for check in (*manifest.verification.checks, *verified(verification, verify).checks)
+            }
             manifest.verification.checks = [*checks.values()]
         if edited := _edited(root, read_manifest(root), texts, stale):
             figures["not as rewrite.json had them"] = ", ".join(edited)
@@ -82,7 +84,7 @@ def refresh(
             add_files(view, {CARD: texts[CARD]}, manifest)
         put_in_place(root, view, texts, manifest, stale)
     made = ", ".join(f"{name} {version}" for name, version in before.items())
-    return {"written": len(texts) + 1, "code before was of": made, **found.figures(), **figures}
+    return {"written": len(texts) + 1, "code before was of": made, **verification.figures(), **figures}
 
 
 def _layouts(opened: Opened, place: Path) -> dict[str, tuple[Program, output_files.PlannedFiles]]:
@@ -91,12 +93,12 @@ def _layouts(opened: Opened, place: Path) -> dict[str, tuple[Program, output_fil
     source = write_source(opened, place)
     if manifest.per_rank is not None and manifest.per_rank.untied:
         _tie_norms(opened, source)
-    found = {}
+    layouts = {}
     for name, entry in manifest.runtime.items() or {mesh_name(manifest.mesh): None}.items():
         degrees = {part[:2]: int(part[2:]) for part in name.split("-")}
         program = rewritten(opened, source, tp=degrees.get("tp", 1), sp=degrees.get("sp", 1))
-        found[name] = program, output_files.plan(program, materialize=bool(entry and entry.ranks))
-    return found
+        layouts[name] = program, output_files.plan(program, materialize=bool(entry and entry.ranks))
+    return layouts
 
 
 def _tie_norms(opened: Opened, source: Path) -> None:
@@ -193,7 +195,7 @@ def _compare(
     program: Program,
     manifest: Manifest,
     before: Mapping[str, str],
-    found: Verification,
+    verification: Verification,
     progress: Callable[..., None],
 ) -> dict[str, Any]:
     """Compare the new code with the golden logits, else its ranks with their reference."""
@@ -201,7 +203,7 @@ def _compare(
         if manifest.golden is not None:
             return golden_figures(view, manifest, progress)
         if manifest.runtime and not (manifest.per_rank and manifest.per_rank.untied):
-            compare_ranks(program, manifest.mesh, view, found, progress=progress)
+            compare_ranks(program, manifest.mesh, view, verification, progress=progress)
     except VerificationError as error:
         now, was = manifest.versions, read_manifest(root)
         if (other := next((name for name in was.files if not _is_as_written(root, was, name)), None)) is not None:
@@ -224,7 +226,7 @@ def _is_as_written(root: Path, manifest: Manifest, name: str) -> bool:
 def _edited(root: Path, was: Manifest, texts: Mapping[str, str], stale: str | None) -> list[str]:
     """Files that somebody changed of those that are replaced. Code is kept next to the new one; what was changed in
     config.json stands in the new one, too."""
-    found = []
+    edited = []
     for name in filter(None, (*texts, stale)):
         path = root / name
         if name not in was.files or not path.is_file() or sha256_of(path) == was.files[name]:
@@ -232,8 +234,8 @@ def _edited(root: Path, was: Manifest, texts: Mapping[str, str], stale: str | No
         code = name.endswith(".py")
         if code and path.read_bytes() == texts.get(name, "").encode():  # by a run that was interrupted
             continue
-        found.append(name)
+        edited.append(name)
         if code:
             shutil.copyfile(path, root / f"{name}.edited")
-            found[-1] += f" (kept as {name}.edited)"
-    return found
+            edited[-1] += f" (kept as {name}.edited)"
+    return edited

@@ -53,14 +53,14 @@ def find_source(root: Path, manifest: Manifest, given: str | os.PathLike[str] | 
     """
     name = manifest.source.name
     if given is not None:
-        found = Path(given)
-        if not found.is_dir():
+        source = Path(given)
+        if not source.is_dir():
             raise RewriterError(f"--source {given}: no such directory. Give the model that was rewritten ({name})")
-        if (other := _other_file(found, manifest)) is not None:
+        if (other := _other_file(source, manifest)) is not None:
             raise RewriterError(
                 f"--source {given}: {other} is not the one that was rewritten. Give the model that {root} was made of"
             )
-        return found
+        return source
     for place in _places(Path(os.path.abspath(root)), manifest.source):
         if place.is_dir() and place.resolve() != root.resolve() and _other_file(place, manifest) is None:
             return place

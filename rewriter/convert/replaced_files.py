@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.files.output_directory import sha256_of, sync_directory
+from rewriter.emit.files.output_directory import sha256_of, sync_directory, write_to_disk
 from rewriter.output.manifest import Manifest
 from rewriter.output.names import MANIFEST
 
@@ -60,15 +60,16 @@ def linked_view(
 def add_files(view: Path, texts: Mapping[str, str], manifest: Manifest) -> None:
     """Write the files `texts` in `view`, their hashes in `manifest`, and that there too."""
     for name, text in texts.items():
-        _to_disk(view / name, text)
+        (view / name).parent.mkdir(parents=True, exist_ok=True)
+        write_to_disk(view / name, text.encode())
         manifest.files[name] = sha256_of(view / name)
-    _manifest(view, manifest)
+    _write_manifest(view, manifest)
 
 
 def put_in_place(root: Path, view: Path, names: Collection[str], manifest: Manifest, stale: str | None = None) -> None:
     """Move the files `names` from `view` to `root`, each at once, delete the `stale` one there, and the manifest
     last."""
-    _manifest(view, manifest)
+    _write_manifest(view, manifest)
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(view / name, root / name)
@@ -78,14 +79,6 @@ def put_in_place(root: Path, view: Path, names: Collection[str], manifest: Manif
     sync_directory(root)
 
 
-def _manifest(view: Path, manifest: Manifest) -> None:
+def _write_manifest(view: Path, manifest: Manifest) -> None:
     text = json.dumps({**manifest.table(), "job": manifest.job}, indent=2, ensure_ascii=False) + "\n"
-    _to_disk(view / MANIFEST, text)
-
-
-def _to_disk(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_to_disk(view / MANIFEST, text.encode())

@@ -66,10 +66,10 @@ def communication(program: Program) -> dict[str, Any]:
     """
     from rewriter.ir.communication import by_place, collectives, quantized, summary
 
-    found = collectives(program)
-    if not found:
+    sent = collectives(program)
+    if not sent:
         return {}
-    total, places, travel = summary(found), by_place(found), quantized(found)
+    total, places, travel = summary(sent), by_place(sent), quantized(sent)
     blocks = places.get("block")
     return {
         "block reductions": blocks.collectives if blocks else 0,

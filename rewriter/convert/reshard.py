@@ -1,4 +1,4 @@
-"""`rewrite reshard DIR --tp N`: the runtime module of another number of ranks, beside a checkpoint that stays."""
+"""`rewrite reshard DIR --tp N`: the runtime module of another number of ranks, for a checkpoint that stays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.common.run_context import RunContext
 from rewriter.convert.output_manifest import verified
+from rewriter.convert.preflight import check_shrunken_copy
 from rewriter.convert.replaced_files import linked_view, put_in_place, scratch_in
 from rewriter.convert.rewritten_source import open_output, rewritten, write_source
-from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit.files.output_files import runtime_module
 from rewriter.emit.files.weights import cast_dtypes, weight_references
 from rewriter.emit.manifest import mesh_of
@@ -54,7 +54,7 @@ def reshard(
         progress("tracing")
         with collector_paused():
             program = rewritten(opened, source, tp=tp)
-        found = Verification() if verify == "none" else check_shrunken_copy(program, progress)
+        verification = Verification() if verify == "none" else check_shrunken_copy(program, progress)
         _, manifest.runtime[name], module = runtime_module(program)
         entry, checkpoint = manifest.runtime[name], Checkpoint.open(root)
         casts = cast_dtypes(program, checkpoint, checkpoint.dtypes, program.source.config)
@@ -63,7 +63,7 @@ def reshard(
         texts = {entry.module: module, entry.weights: references_text(references, checkpoint)}
         view = linked_view(root, scratch / "view", texts, manifest)
         if verify != "none":
-            compare_ranks(program, mesh_of(program), view, found, progress=progress)
-        manifest.verification.checks += verified(found, verify).checks
+            compare_ranks(program, mesh_of(program), view, verification, progress=progress)
+        manifest.verification.checks += verified(verification, verify).checks
         put_in_place(root, view, texts, manifest)
-    return found.figures()
+    return verification.figures()

@@ -1,6 +1,6 @@
 """An output directory, opened for training: its weights under the original wiring, its recipe applied to them again.
 
-The adapted checkpoint keeps the source's tensor names. With the source's config beside them the same weights are the
+The adapted checkpoint keeps the source's tensor names. With the source's config the same weights are the
 original model: what a teacher computes, and what is traced again to write the trained result.
 """
 
@@ -100,7 +100,7 @@ def complete_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, 
 def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
     """Make `out` the original model over the directory's weights (links to them, unless `weights` is False).
 
-    Everything that stands beside weights (their index, tokenizer, generation config, licenses) is copied.
+    Everything that accompanies weights (their index, tokenizer, generation config, licenses) is copied.
     """
     if weights:
         Checkpoint.open(opened.root)  # what is wrong with it is said of this folder, not of `out`

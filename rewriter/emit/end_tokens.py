@@ -1,4 +1,4 @@
-"""Which tokens end a text of a model, and which one fills: as transformers reads its files."""
+"""Tokens that end a text of a model, and the one that fills, as transformers reads them from its files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHOOSING = {
 
 
 def not_applied(directory: Path) -> list[str]:
-    """What generation_config.json asks for that would choose other tokens, and is not done here, as "name = value"."""
+    """Settings of generation_config.json that would choose other tokens, and are not applied, as "name = value"."""
     file = directory / GENERATION
     own = read_json(file, "Correct it, or download it again.") if os.path.lexists(file) else {}
     asked = {name: own.get(name) for name, nothing in _CHOOSING.items() if own.get(name) not in (None, nothing)}

@@ -18,7 +18,7 @@ def mesh_of(program: Program) -> dict[str, int]:
 
 
 def versions() -> dict[str, str]:
-    """What the output was made with."""
+    """Versions that the output was made with."""
     import torch
     import transformers
 

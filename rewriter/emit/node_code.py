@@ -158,8 +158,8 @@ def _cast(p: NodePrinter, node: fx.Node) -> str:
 
 def _padding(node: fx.Node, place: int) -> str:
     """The row of an embedding that has no gradient, where there is one; ATen's -1 is none."""
-    (found,) = args_of(node)[place : place + 1] or [-1]
-    return f", padding_idx={found}" if found >= 0 else ""
+    (row,) = args_of(node)[place : place + 1] or [-1]
+    return f", padding_idx={row}" if row >= 0 else ""
 
 
 def _dims(method: str) -> Callable[[NodePrinter, fx.Node], str]:

@@ -8,15 +8,11 @@ Attention is causal over the full row; rows of different lengths are padded on t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +22,7 @@ from rewriter.common.files import read_json
 from rewriter.common.packages import require
 from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import quantization_settings
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.output.manifest import read_manifest
 from rewriter.tracing.length_rotary import rotary_by_length
 
@@ -46,8 +43,6 @@ def export_onnx(directory: Path, file: Path, context: RunContext = RunContext())
     holds no model, or its code was changed; VerificationError when onnxruntime computes something else.
     """
     require("onnx", "ONNX export")
-    import onnxruntime
-
     data = file.with_name(f"{file.name}.data")
     for target in (file, data):
         if target.exists():
@@ -55,17 +50,13 @@ def export_onnx(directory: Path, file: Path, context: RunContext = RunContext())
     if not file.parent.is_dir():
         raise RewriterError(f"{file.parent}: no such directory to write {file.name} to. Make it first.")
     model = _load(directory, context.trust_remote_code)
-    staging = Path(tempfile.mkdtemp(prefix=f".{file.name}.writing-", dir=file.parent))
-    try:
-        _write(model, staging / file.name)
-        _check(model, onnxruntime, staging / file.name)
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}.writing-", dir=file.parent) as staging:
+        written = Path(staging) / file.name
+        _write(model, written)
+        _check(model, written)
         for name in (data.name, file.name):  # the graph last: it is what says that the export is complete
-            if (staging / name).exists():
-                with open(staging / name, "rb") as written:
-                    os.fsync(written.fileno())
-                os.rename(staging / name, file.with_name(name))
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            if (Path(staging) / name).exists():
+                os.rename(Path(staging) / name, file.with_name(name))
 
 
 def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
@@ -79,7 +70,13 @@ def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
             "--dequantize, and export that."
         )
     if "auto_map" in config and not trust_remote_code:
-        _require_own_code(directory)
+        known = read_manifest(directory).files
+        for path in sorted(directory.glob("*.py")):
+            if known.get(path.name) != sha256_of(path):
+                raise RewriterError(
+                    f"{path}: not the code that `rewrite` wrote, so it is not run. Rewrite the model again, or trust "
+                    "it: --trust-remote-code"
+                )
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -91,17 +88,6 @@ def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise RewriterError(f"{directory}: the model cannot be loaded: {str(error).splitlines()[0]}") from error
     return model.eval()
-
-
-def _require_own_code(directory: Path) -> None:
-    """Raise RewriterError unless every Python file here is the one that `rewrite` wrote."""
-    files = read_manifest(directory).files
-    for path in sorted(directory.glob("*.py")):
-        if files.get(path.name) != hashlib.sha256(path.read_bytes()).hexdigest():
-            raise RewriterError(
-                f"{path}: not the code that `rewrite` wrote, so it is not run. Rewrite the model again, or trust it: "
-                "--trust-remote-code"
-            )
 
 
 class _Logits(nn.Module):
@@ -125,17 +111,17 @@ def _example(model: nn.Module, batch: int, length: int) -> tuple[torch.Tensor, t
 
 
 def _write(model: nn.Module, path: Path) -> None:
-    dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    axes = {0: "batch", 1: "length"}
-    with _quiet(), torch.no_grad(), rotary_by_length(model, {}):
-        exported = torch.export.export(
-            _Logits(model),
-            _example(model, *_CHECKED_SHAPES[0]),
-            dynamic_shapes={"input_ids": dynamic, "position_ids": dynamic},
-            strict=False,
-        )
+    dynamic, axes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}, {0: "batch", 1: "length"}
+    with contextlib.ExitStack() as context:
+        logging.disable(logging.WARNING)  # the exporter names packages that it does not need
+        context.callback(logging.disable, logging.NOTSET)
+        context.enter_context(warnings.catch_warnings(action="ignore"))
+        context.enter_context(torch.no_grad())
+        context.enter_context(rotary_by_length(model, {}))
+        shapes = {"input_ids": dynamic, "position_ids": dynamic}
+        example = _example(model, *_CHECKED_SHAPES[0])
         program = torch.onnx.export(
-            exported,
+            torch.export.export(_Logits(model), example, dynamic_shapes=shapes, strict=False),
             dynamo=True,
             verbose=False,
             input_names=["input_ids", "position_ids"],
@@ -147,9 +133,11 @@ def _write(model: nn.Module, path: Path) -> None:
     program.save(path, external_data=nbytes > MAX_INLINE_BYTES)
 
 
-def _check(model: nn.Module, runtime: Any, path: Path) -> None:
+def _check(model: nn.Module, path: Path) -> None:
     """Raise VerificationError unless onnxruntime and torch agree on shapes that were not traced."""
-    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for shape in _CHECKED_SHAPES:
         ids, positions = _example(model, *shape)
         with torch.no_grad():
@@ -160,17 +148,3 @@ def _check(model: nn.Module, runtime: Any, path: Path) -> None:
             raise VerificationError(
                 f"the ONNX model differs from torch at {shape}: relative error {error:.1e} > {LIMIT}"
             )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the exporter says about packages that it does not need."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -24,7 +24,7 @@ def identifier(text: str) -> str:
 
 
 def attribute(path: str, owner: str = "self") -> str:
-    """What is at the dotted `path` below a module: `self.norms[0].weight`; a variant has a name of its own."""
+    """The expression for the dotted `path` below a module: `self.norms[0].weight`; a variant has its own name."""
     for part in path.replace("#", "_variant_").split("."):
         if part.isdecimal():
             owner = f"{owner}[{part}]"

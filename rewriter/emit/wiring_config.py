@@ -130,7 +130,7 @@ def _operators(blocks: list[Block], program: Program) -> Counter[str]:
 
 def _delays(program: Program) -> list[list[int]]:
     blocks = residual_blocks(program)
-    original = {layer: len(found) for layer, found in by_layer(residual_blocks(program.origin or program)).items()}
+    original = {layer: len(members) for layer, members in by_layer(residual_blocks(program.origin or program)).items()}
     of_layer = by_layer(blocks)
     # a parallel layer has one block for what were two
     widths = [original[b.layer] // len(of_layer[b.layer]) for b in blocks]

@@ -163,7 +163,7 @@ class Golden(_Part):
 class AdaptationEntry(_Part):
     """The fine-tuning that a checkpoint went through: on what, how, and what became of its loss.
 
-    `data` and `evaluation` say in words what was read; `counts` what became of the examples. `losses` are the mean
+    `data` and `evaluation` describe what was read; `counts` what became of the examples. `losses` are the mean
     cross entropies in nats per target on the evaluation rows, by name: "original" (the teacher, untrained), "before"
     (rewritten, untrained), "after" (as stored). `settings` are those of the Trainer, `steps` and `tokens` what was
     done, in `seconds` on `ranks` (processes by axis).
@@ -221,7 +221,7 @@ class Manifest(_Part):
 
 
 def damage(manifest: Manifest) -> str | None:
-    """The distance from the original, in words, where a recipe changed the function and nothing has healed it since.
+    """The distance from the original, as text, where a recipe changed the function and nothing has healed it since.
 
     None where the single-device model computes the original's function, and after any fine-tuning.
     """
@@ -243,7 +243,7 @@ def healing(directory: str | os.PathLike[str]) -> str:
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of an output directory. Raises RewriterError where it is missing, broken or of another schema, and
-    where an adapter lies beside it."""
+    where an adapter lies there."""
     path = directory / MANIFEST
     if not directory.is_dir():
         raise RewriterError(f"{directory}: no such directory. Give one that `rewrite MODEL --recipe …` wrote.")

@@ -90,26 +90,26 @@ def read_module_entry(root: Path, processes: int) -> ModuleEntry:
         mesh = next((mesh for mesh in meshes if ranks_of(mesh) == processes), meshes[0])
         entry, per_rank = data["runtime"][mesh_name(mesh)], data.get("per_rank")
         bound = None if per_rank is None else int(per_rank["ranks"])
-        found = ModuleEntry(
+        module = ModuleEntry(
             root, mesh, entry["module"], entry["class"], entry.get("weights"), list(entry.get("ranks") or ()),
             entry.get("headers") or {}, entry.get("sequence"), bound is not None, data.get("files") or {},
             data.get("positions"),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise no_module(root, error) from error
-    names = [found.module, found.class_name, *(found.ranks if found.weights is None else [found.weights])]
+    names = [module.module, module.class_name, *(module.ranks if module.weights is None else [module.weights])]
     if not all(isinstance(name, str) for name in names):
         raise RewriterError(f"{path}: its runtime module or weights are no file names. Rewrite the model again")
-    if found.weights is None and len(found.ranks) != found.tensor_ranks:
+    if module.weights is None and len(module.ranks) != module.tensor_ranks:
         raise RewriterError(
-            f"{path}: it lists {len(found.ranks)} rank files for {found.tensor_ranks} ranks. Rewrite the model again"
+            f"{path}: it lists {len(module.ranks)} rank files for {module.tensor_ranks} ranks. Rewrite the model again"
         )
-    if bound not in (None, found.tensor_ranks):
+    if bound not in (None, module.tensor_ranks):
         raise RewriterError(
-            f"{path}: this checkpoint is bound to tp={bound}, but its mesh has tp={found.tensor_ranks}. It is not as "
+            f"{path}: this checkpoint is bound to tp={bound}, but its mesh has tp={module.tensor_ranks}. It is not as "
             "`rewrite` wrote it"
         )
-    return found
+    return module
 
 
 def no_module(root: Path, error: Exception) -> RewriterError:

@@ -1,8 +1,8 @@
 """Recipes: a list of passes with their options, as YAML. `Recipe.load("ladder-upper-half").build()` gives the passes.
 
-`rewriter.common.yaml_documents` reads YAML with line numbers, `recipe` says what a recipe holds, `recipe_errors` words
-what is wrong with one, `build` makes the passes, `catalogue` lists what ships in `library/`. The catalogue needs
-neither pydantic nor torch, so this room is lazy too.
+`rewriter.common.yaml_documents` reads YAML with line numbers, `recipe` says what a recipe holds and words its faults,
+`pass_options` makes the passes, `catalogue` lists what ships in `library/`. The catalogue needs neither pydantic nor
+torch, so this room is lazy too.
 """
 
 from __future__ import annotations

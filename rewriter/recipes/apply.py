@@ -83,16 +83,16 @@ def _applied(rewrite: Any, program: Program, key: tuple[Any, ...], known: Applie
             known[key] = _applied(rewrite, program, key, None)
         except RewriterError as error:
             known[key] = error
-    found = known[key]
-    if isinstance(found, RewriterError):
-        raise found
-    return found
+    result = known[key]
+    if isinstance(result, RewriterError):
+        raise result
+    return result
 
 
 def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int, sp: int = 1) -> None:
     """Refuse, before any work, ranks that the passes would refuse once the model is traced.
 
-    Raises RewriterError where a pass that the recipe needs cannot be applied on so many, and for several ranks of "sp"
+    Raises RewriterError where a pass that the recipe needs cannot be applied on them, and for several ranks of "sp"
     where no pass shards tokens.
     """
     disabled = _disabled((), [p.name for p in passes])

@@ -29,11 +29,11 @@ def library() -> dict[str, Path]:
 
 def entries() -> list[Entry]:
     """Name, summary and passes of every shipped recipe."""
-    found = []
+    listed = []
     for name, path in library().items():
         data = read(read_file(path)).data
-        found.append(Entry(name, data["summary"], tuple(spec["pass"] for spec in data["passes"])))
-    return found
+        listed.append(Entry(name, data["summary"], tuple(spec["pass"] for spec in data["passes"])))
+    return listed
 
 
 def find(name_or_path: str | os.PathLike[str]) -> Path:

@@ -21,7 +21,7 @@ class Strict(BaseModel):
 
 
 class PassSpec(Strict):
-    """One entry of the pass list. In YAML the options stand beside `pass`: `{pass: ladder, layers: upper-half}`."""
+    """One entry of the pass list. In YAML the options stand next to `pass`: `{pass: ladder, layers: upper-half}`."""
 
     pass_name: str = Field(alias="pass", min_length=1)
     optional: bool = False
@@ -49,17 +49,17 @@ def instances(specs: Sequence[PassSpec], known: Mapping[str, type], where: Where
     built: list[Any] = []
     problems: list[Problem] = []
     for index, spec in enumerate(specs):
-        found = known.get(spec.pass_name)
-        if found is None:
+        pass_type = known.get(spec.pass_name)
+        if pass_type is None:
             unknown = f"unknown pass {spec.pass_name!r}. {did_you_mean(spec.pass_name, known)}"
             problems.append(Problem(where(index, None).line, unknown))
             continue
-        options, faults = _options(found, spec, index, where)
+        options, faults = _options(pass_type, spec, index, where)
         problems += faults
         if faults:
             continue
         try:
-            built.append(found(**options))
+            built.append(pass_type(**options))
         except (RewriterError, ValueError) as error:
             problems.append(_at(where(index, None), str(error)))
     return built, problems

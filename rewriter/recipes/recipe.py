@@ -1,21 +1,22 @@
-"""What a recipe holds, and the `Recipe` that the API and the CLI pass around."""
+"""Contents of a recipe, and the `Recipe` that the API and the CLI pass around."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from html import escape
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
+from pydantic_core import ErrorDetails
 
 from rewriter.common.errors import RewriterError, shortened
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.suggestions import did_you_mean, nearest
 from rewriter.common.yaml_documents import Document, Location, Problem, read, read_file
 from rewriter.recipes import catalogue
 from rewriter.recipes.pass_options import PassSpec, Strict, instances
-from rewriter.recipes.recipe_errors import explain, report
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -42,7 +43,7 @@ class Adaptation(Strict):
 
 
 class MeasuredRise(Strict):
-    """Of the original's `loss` (nats per token), the share by which the recipe's is higher, with its standard error.
+    """Share of the original's `loss` (nats per token) by which the recipe's is higher, with its standard error.
 
     `kl`: mean KL(original ‖ rewritten), nats per token. `seen`: the share on the words that stand there, where `rise`
     is what is expected over all that the model could have written.
@@ -55,8 +56,8 @@ class MeasuredRise(Strict):
     seen: float
 
 
-class Measured(Strict):
-    """What `rewrite search` measured and predicted of the recipe that it found; nothing is done with it.
+class MeasuredRecipe(Strict):
+    """Measurements and predictions of `rewrite search` for the recipe that it found; nothing is done with it.
 
     `calibration`: the rise in loss on the text by which it was chosen, `held_out`: on text that it was not.
     """
@@ -87,7 +88,7 @@ class Recipe(Strict):
     paper: Text
     passes: Annotated[tuple[PassSpec, ...], Field(min_length=1)]
     adapt: Adaptation | None = None
-    measured: Measured | None = None
+    measured: MeasuredRecipe | None = None
 
     _source: str = PrivateAttr("")
     _document: Document = PrivateAttr(default_factory=Document)
@@ -113,11 +114,11 @@ class Recipe(Strict):
             recipe = cls.model_validate(document.data)
         except ValidationError as error:
             if document.data is not None or not problems:
-                problems += [explain(document, detail, _keys) for detail in error.errors()]
+                problems += [_explained(document, detail) for detail in error.errors()]
         if problems or recipe is None:
             # The user will have to edit the file: say what its passes would refuse as well.
             problems += _problems_of_readable_passes(document)
-            raise RewriterError(report(source, problems))
+            raise RewriterError(_report(source, problems))
         recipe._source, recipe._document = source, document
         return recipe
 
@@ -139,7 +140,7 @@ class Recipe(Strict):
         return self._with_specs(specs, overrides)
 
     def with_options(self, index: int, options: Mapping[str, Any]) -> Self:
-        """A copy in which the pass at `index` has `options`, as they are, beside those that it has."""
+        """A copy in which the pass at `index` has `options`, as they are, added to those that it has."""
         spec = self.passes[index]
         changed = spec.model_copy(update={"options": {**spec.options, **options}})
         return self._with_specs([*self.passes[:index], changed, *self.passes[index + 1 :]], {})
@@ -168,23 +169,26 @@ class Recipe(Strict):
 
         built, problems = instances(self.passes, {**passes.available(), **self._own_passes}, self._where)
         if problems:
-            raise RewriterError(report(self._source or self.name, problems))
+            raise RewriterError(_report(self._source or self.name, problems))
         return built
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data in the order of the file, as the manifest keeps it."""
-        found: dict[str, Any] = {"name": self.name, "summary": self.summary, "paper": self.paper}
-        found["passes"] = [spec.to_dict() for spec in self.passes]
+        data: dict[str, Any] = {"name": self.name, "summary": self.summary, "paper": self.paper}
+        data["passes"] = [spec.to_dict() for spec in self.passes]
         if self.adapt is not None:
-            found["adapt"] = self.adapt.model_dump(exclude_none=True)
+            data["adapt"] = self.adapt.model_dump(exclude_none=True)
         if self.measured is not None:
-            found["measured"] = self.measured.model_dump(exclude_none=True)
-        return found
+            data["measured"] = self.measured.model_dump(exclude_none=True)
+        return data
 
     def _repr_html_(self) -> str:
-        from rewriter.recipes.drawing import recipe_html
-
-        return recipe_html(self)
+        """The summary and the passes with their options, in a notebook."""
+        rows = ""
+        for spec in self.passes:
+            options = ", ".join(f"{name}: {value}" for name, value in spec.to_dict().items() if name != "pass")
+            rows += f"<tr><td><b>{escape(spec.pass_name)}</b></td><td>{escape(options)}</td></tr>"
+        return f"<div><b>{escape(self.name)}</b>: {escape(self.summary)}</div><table>{rows}</table>"
 
     def to_yaml(self) -> str:
         """A recipe file that `Recipe.parse` reads back as this recipe, overrides included."""
@@ -205,7 +209,7 @@ class Recipe(Strict):
         return names.index(pass_name), option
 
     def _where(self, index: int, option: str | None) -> Problem:
-        """Where an option was written: the line of the file, or the override."""
+        """The place where an option was written: the line of the file, or the override."""
         key = f"{self.passes[index].pass_name}.{option}"
         if key in self._overrides:
             return Problem(0, f"--set {key}={shortened(self._overrides[key])}")
@@ -219,15 +223,10 @@ _SECTIONS: dict[Location, type[BaseModel]] = {
     (): Recipe,
     ("adapt",): Adaptation,
     ("adapt", "data"): AdaptationData,
-    ("measured",): Measured,
+    ("measured",): MeasuredRecipe,
     ("measured", "calibration"): MeasuredRise,
     ("measured", "held_out"): MeasuredRise,
 }
-
-
-def _keys(place: Location) -> list[str]:
-    section = _SECTIONS.get(place)
-    return list(section.model_fields) if section else []
 
 
 def _problems_of_readable_passes(document: Document) -> list[Problem]:
@@ -258,3 +257,49 @@ def _override_value(key: str, value: Any) -> Any:
     if document.problems:
         raise RewriterError(f"--set {key}={shortened(value)}: {document.problems[0].message}")
     return document.data
+
+
+# --- faults
+
+
+def _report(source: str, problems: Iterable[Problem]) -> str:
+    """One message for all faults of a recipe, in the order of its lines."""
+    lines = [str(problem) for problem in sorted(set(problems))]
+    if len(lines) == 1:
+        return f"recipe {source}, {lines[0]}" if lines[0].startswith("line ") else f"recipe {source}: {lines[0]}"
+    return "\n  ".join([f"recipe {source} has {len(lines)} faults:", *lines])
+
+
+def _explained(document: Document, detail: ErrorDetails) -> Problem:
+    """A pydantic error in the words of a recipe file."""
+    location: Location = tuple(detail["loc"])
+    line = document.line(location)
+    if not location:
+        return Problem(line, "a recipe is a mapping with name, summary, paper and passes.")
+    place, name = location[:-1], str(location[-1])
+    if detail["type"] == "extra_forbidden":
+        known = list(_SECTIONS[place].model_fields) if place in _SECTIONS else []
+        return Problem(line, f"unknown key {_path(location)}. {did_you_mean(name, known)}")
+    if detail["type"] == "missing":
+        written = _at(document.data, place)
+        guess = nearest(name, written) if place and isinstance(written, dict) else None
+        return Problem(line, f"{_path(location)} is missing." + (f" Is it meant by {guess!r}?" if guess else ""))
+    if detail["type"] == "model_type":
+        hint = ": write `- pass: NAME`" if place == ("passes",) else ""
+        return Problem(line, f"{_path(location)} must be a mapping{hint}, not {detail['input']!r:.60}.")
+    if location == ("name",) and detail["type"] == "string_pattern_mismatch":
+        return Problem(line, f"name: {detail['input']!r:.80} is not made of small letters, digits and hyphens.")
+    return Problem(line, f"{_path(location)}: {detail['msg']}, not {detail['input']!r:.60}.")
+
+
+def _at(data: Any, location: Location) -> Any:
+    for part in location:
+        data = data[part]
+    return data
+
+
+def _path(location: Location) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text

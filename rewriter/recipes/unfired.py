@@ -1,4 +1,4 @@
-"""Rules that did not fire, in words: passes without effect, and layers and blocks that a recipe leaves as they were."""
+"""Rules that did not fire: passes without effect, and layers and blocks that a recipe leaves as they were."""
 
 from __future__ import annotations
 

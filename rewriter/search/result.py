@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rewriter.recipes.recipe import Measured, MeasuredRise
+from rewriter.recipes.recipe import MeasuredRecipe, MeasuredRise
 from rewriter.search.choices import Mix, recipe_of
 from rewriter.search.computed import WindowChange
 from rewriter.search.gains import Speed
@@ -157,7 +157,7 @@ def recipe_with_measurements(result: SearchResult) -> str:
     around = "" if chosen.mix.base == Mix.base else f"{chosen.mix.base} with "
     what = f"{around}{parts} of the layers" if parts else f"{around}nothing rewritten"
     summary = f"Found by a search on {result.fabric} within a rise in loss of {result.budget:.3g}: {what}."
-    measured = Measured(
+    measured = MeasuredRecipe(
         model=Path(result.model).name,
         fabric=result.fabric,
         tp=result.ranks["tp"],

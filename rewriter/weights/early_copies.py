@@ -1,102 +1,118 @@
-"""Copies that begin before it is known whether they are wanted: in files without a name, of which nothing can stay.
+"""Files copied and hashed by threads, which may begin before it is known whether the copies are wanted.
 
-What a conversion copies is nearly always the checkpoint's files as they are. Whether that is so is known when the model
-is traced, and whether it is kept when it is verified: the disk would stand idle until then. Nothing here imports torch:
-in a program copying begins before that is there; the command imports torch first, to fork its server before there are
-threads.
+A conversion nearly always copies the checkpoint's files as they are, which is known when the model is traced and
+verified: the disk would stand idle until then. Early copies have no name, so that nothing of them can stay. Nothing
+imports torch here before there is a piece of weights to look at.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from threading import Event
-from types import TracebackType
+from types import MappingProxyType
 from typing import BinaryIO, Self
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
-from rewriter.weights.finite import Watched, watched_pieces
-from rewriter.weights.hashed_files import processors, reflink, unnamed, write
+from rewriter.weights.finite import NotFinite, Pieces, Watched, checked_pieces, refuse
 from rewriter.weights.space import available, existing
 
+_FICLONE = 0x40049409
 
-class EarlyCopies:
-    """The weight files of a checkpoint, copied and hashed by threads of this process while it does other things.
 
-    A context manager. Copies lie in the file system of `directory`, without a name until `take` gives them one; leaving
-    the block, as the end of the process, frees those that were not taken. Without a directory files are only hashed.
-    Raises OSError where the file system has no files without names.
+class HashedFiles:
+    """Files that a pool of threads hashes, and writes where they cannot share their blocks with the source.
+
+    A thread fills one file at a time, piece by piece: each piece is hashed and written from the same memory. So memory
+    is bounded by the threads and not by the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, directory: Path | None) -> None:
-        self.sources = checkpoint.files
+    def __init__(self) -> None:
         self._stop = Event()
-        self._pool = ThreadPoolExecutor(processors(), "early copies")
-        self._files: dict[Path, BinaryIO] = {}
-        self._broken: dict[Path, list[tuple[RewriterError, str, str]]] = {source: [] for source in self.sources}
-        self._sha256: dict[Path, Future[str]] = {}
-        try:
-            for source in self.sources:
-                file = None
-                if directory is not None:
-                    file = self._files[source] = unnamed(directory)
-                    if reflink(source, file):
-                        file = None
-                header, broken = checkpoint.headers[source], self._broken[source]
-                looked = {n: "F8_E8M0" if info.dtype == "U8" else info.dtype for n, info in header.tensors.items()}
-                pieces = watched_pieces(source, header, looked, lambda *what, broken=broken: broken.append(what))
-                self._sha256[source] = self._pool.submit(write, pieces, file, self._stop)
-        except BaseException:
-            self.stop()
-            raise
-
-    @classmethod
-    def begin(cls, model: str | os.PathLike[str], out: str | os.PathLike[str], link: bool) -> EarlyCopies | None:
-        """Copies for an output at `out`; None where they cannot be made, which the conversion itself will report."""
-        place = existing(Path(os.path.realpath(out)).parent)
-        try:
-            checkpoint = Checkpoint.open(model)
-            if not link and sum(checkpoint.sizes.values()) > available(place):
-                return None
-            return cls(checkpoint, None if link else place)
-        except (RewriterError, OSError):
-            return None
+        self._pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))))
+        self._copies: dict[Path, tuple[Future[str], list[NotFinite]]] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
-        """End all copying and free what was not taken."""
+        """End all that is not finished."""
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
+
+    def copy(self, checkpoint: Checkpoint, source: Path, target: Path | BinaryIO | None) -> Future[str]:
+        """Begin to copy `source` to a new file, or an open one (None: only hash it). The result is its sha256."""
+        broken: list[NotFinite] = []
+        job = self.write(checked_pieces(source, checkpoint.headers.get(source), broken), target, source)
+        self._copies[source] = job, broken
+        return job
+
+    def write(self, pieces: Pieces, target: Path | BinaryIO | None, source: Path | None = None) -> Future[str]:
+        """Begin to write pieces one after the other, those of `source` if that is given. The result is their sha256,
+        once they are on the disk."""
+
+        def written() -> str:
+            digest = hashlib.sha256()
+            with closing(pieces), open(target, "xb") if isinstance(target, Path) else nullcontext(target) as file:
+                shared = file is None or (source is not None and reflink(source, file))
+                for piece in pieces:
+                    if self._stop.is_set():
+                        raise InterruptedError
+                    digest.update(piece)
+                    if file is not None and not shared:
+                        file.write(piece)
+                        # begins to bring it to the disk, instead of at the end
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                if file is not None:
+                    file.flush()
+                    os.fsync(file.fileno())
+            return digest.hexdigest()
+
+        return self._pool.submit(written)
+
+    def sha256(self, source: Path, watched: Watched = MappingProxyType({})) -> str:
+        """The hash of a file that is copied, once all of it was read. Raises what stopped the copying, and
+        RewriterError where one of its tensors `watched` is not finite."""
+        job, broken = self._copies[source]
+        digest = job.result()
+        refuse(broken, watched)
+        return digest
+
+
+class EarlyCopies(HashedFiles):
+    """The weight files of a checkpoint, copied and hashed while this process does other things; a context manager.
+
+    Copies lie in the file system of `directory`, without a name until `take` gives them one; leaving the block, as the
+    end of the process, frees those that were not taken. Without a directory files are only hashed. Raises OSError where
+    the file system has no files without names.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, directory: Path | None) -> None:
+        super().__init__()
+        self.sources = checkpoint.files
+        self._files: dict[Path, BinaryIO] = {}
+        for source in self.sources:
+            file = None if directory is None else self._files.setdefault(source, unnamed(directory))
+            self.copy(checkpoint, source, file)
+
+    def stop(self) -> None:
+        """End all copying and free what was not taken."""
+        super().stop()
         while self._files:
             self._files.popitem()[1].close()
-
-    def sha256(self, source: Path) -> str:
-        """The hash of a file, once all of it was read. Raises what stopped the copying."""
-        return self._sha256[source].result()
-
-    def check_finite(self, source: Path, names: Watched) -> None:
-        """Raise RewriterError where one of the tensors `names` in a file is not finite, once all of it was read."""
-        self.sha256(source)
-        for error, name, dtype in self._broken[source]:
-            if names.get(name) == dtype:
-                raise error
 
     def take(self, source: Path, target: Path) -> str:
         """Give the copy of `source` the name `target`, once all of it is on the disk; returns its sha256."""
         digest = self.sha256(source)
         with self._files.pop(source) as file:
-            os.fsync(file.fileno())
             # That a directory is given makes Python ask for what the link points to.
             os.link(f"/proc/self/fd/{file.fileno()}", target, src_dir_fd=file.fileno())
         return digest
@@ -109,19 +125,42 @@ class EarlyCopies:
 def begun_copies(
     model: str | os.PathLike[str], out: str | os.PathLike[str] | None, link: bool
 ) -> AbstractContextManager[EarlyCopies | None]:
-    """Copies of a local model's weights for a conversion to a new `out`; with `link` they are hashed only."""
-    if not Path(model).is_dir():
+    """Copies of a local model's weights for a conversion to a new `out`; with `link` they are hashed only.
+
+    None where they cannot be made, which the conversion itself will report.
+    """
+    taken = out is not None and os.path.lexists(out)
+    if taken or not Path(model).is_dir():
         return nullcontext()
-    place = Path.cwd() / "out" if out is None else Path(out)
-    if out is not None and os.path.lexists(place):
+    place = existing(Path(os.path.realpath("out" if out is None else out)).parent)
+    try:
+        checkpoint = Checkpoint.open(model)
+        if not link and sum(checkpoint.sizes.values()) > available(place):
+            return nullcontext()
+        return EarlyCopies(checkpoint, None if link else place)
+    except (RewriterError, OSError):
         return nullcontext()
-    return EarlyCopies.begin(model, place, link) or nullcontext()
 
 
-def kept_copies(early: EarlyCopies | None, copies: Iterable[tuple[Path, str]]) -> EarlyCopies | None:
-    """`early`, if `copies` (source, name) of the output that was planned hold all that it copies; else it ends, and
-    None."""
-    if early is None or {source for source, _ in copies}.issuperset(early.sources):
-        return early
-    early.stop()
-    return None
+def reflink(source: Path, target: BinaryIO) -> bool:
+    """Make an open, empty file share the data of `source`; False on another file system, or one without reflinks."""
+    with open(source, "rb") as original:
+        try:
+            fcntl.ioctl(target.fileno(), _FICLONE, original.fileno())
+        except OSError:
+            return False
+    return True
+
+
+def reflinks(source: Path, directory: Path) -> bool:
+    """True where a file in `directory`, or in its nearest parent that exists, can share the data of `source`."""
+    try:
+        with unnamed(existing(directory)) as file:
+            return reflink(source, file)
+    except OSError:
+        return False
+
+
+def unnamed(directory: Path) -> BinaryIO:
+    """A new file in a directory, open for writing, which has no name and ends when it is closed. Raises OSError."""
+    return os.fdopen(os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")

@@ -118,10 +118,6 @@ class Slice(_Rearrangement):
         """The size of `dim` becomes the sum of the ranges' lengths; an empty range is refused."""
         (whole,) = inputs
         size = whole[_dim(self, self.dim, whole)]
-        if not self.ranges:
-            raise RewriterError(
-                f"{self}: no range is named. At least one [start, stop) within {_sizes(whole)} is needed."
-            )
         for start, stop in self.ranges:
             if not 0 <= start < stop <= size:
                 raise RewriterError(
@@ -162,11 +158,9 @@ class Take(_Rearrangement):
     index: tuple[int, ...]
 
     def _shape(self, inputs: list[Shape]) -> Shape:
-        """The size of `dim` becomes the number of places; none at all is refused."""
+        """The size of `dim` becomes the number of places, of which there is at least one."""
         (whole,) = inputs
         size = whole[_dim(self, self.dim, whole)]
-        if not self.index:
-            raise RewriterError(f"{self}: no place is named. At least one within {_sizes(whole)} is needed.")
         if min(self.index) < 0 or max(self.index) >= size:
             raise RewriterError(
                 f"{self}: places {min(self.index)} to {max(self.index)} do not all lie in dimension {self.dim}, which "
@@ -215,7 +209,7 @@ class Transpose(_Rearrangement):
 
 @dataclass(frozen=True)
 class _Joined(_Node):
-    """Base of the expressions over several tensors. Where their dtypes differ, the result's values are fp32."""
+    """Base of the expressions over one or several tensors. Where their dtypes differ, the result's values are fp32."""
 
     parts: tuple[Expression, ...]
     dim: int
@@ -226,11 +220,6 @@ class _Joined(_Node):
 
     def over(self, inputs: tuple[Expression, ...]) -> Expression:
         return replace(self, parts=inputs)  # type: ignore[return-value]
-
-    def shape(self, shapes: Shapes) -> Shape:
-        if not self.parts:
-            raise RewriterError(f"{self}: it has no parts; at least one is needed.")
-        return super().shape(shapes)
 
 
 @dataclass(frozen=True)
@@ -275,11 +264,6 @@ class Stack(_Joined):
                 raise RewriterError(
                     f"stack of {self.parts[0]} {_sizes(first)} and {part} {_sizes(shape)}: the shapes must be equal."
                 )
-        if not 0 <= self.dim <= len(first):
-            raise RewriterError(
-                f"{self}: new dimension {self.dim} does not exist for parts of shape {_sizes(first)}: "
-                f"0 to {len(first)} are possible."
-            )
         return (*first[: self.dim], len(self.parts), *first[self.dim :])
 
     def value(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Weights that are no finite numbers, found in bytes that pass by anyway: a copy is looked at while it is hashed.
+"""Weights that are no finite numbers, seen in bytes that pass by anyway: a copy is looked at while it is hashed.
 
 One NaN makes every logit NaN, so that nothing can be compared any more. Looking costs a twentieth of hashing.
 """
@@ -6,53 +6,39 @@ One NaN makes every logit NaN, so that nothing can be compared any more. Looking
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
-from rewriter.weights.checkpoint import Checkpoint
+from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, torch_dtype
 from rewriter.weights.expressions import Dequantized, Expression
-from rewriter.weights.header import BITS, SafetensorsHeader
+from rewriter.weights.header import SafetensorsHeader, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 16 << 20  # bytes that are read at a time
-
-# dtype -> (bytes, x, m, n): an element with the bits b is not finite where (b ^ x) & m is n or more.
-_PATTERNS: Mapping[str, tuple[int, int, int, int]] = {
-    "F64": (8, 0, (1 << 63) - 1, 0x7FF << 52),
-    "F32": (4, 0, 0x7FFF_FFFF, 0x7F80_0000),
-    "C64": (4, 0, 0x7FFF_FFFF, 0x7F80_0000),
-    "F16": (2, 0, 0x7FFF, 0x7C00),
-    "BF16": (2, 0, 0x7FFF, 0x7F80),
-    "F8_E5M2": (1, 0, 0x7F, 0x7C),
-    "F8_E4M3": (1, 0, 0x7F, 0x7F),
-    "F8_E8M0": (1, 0, 0xFF, 0xFF),
-    "F8_E4M3FNUZ": (1, 0x7F, 0xFF, 0xFF),
-    "F8_E5M2FNUZ": (1, 0x7F, 0xFF, 0xFF),
-}
+Pieces = Generator[memoryview, None, None]
 Watched = Mapping[str, str]
 """Tensors of a checkpoint by name, each with the dtype that its bytes stand for: scales are stored as plain bytes."""
+NotFinite = tuple[RewriterError, str, str]
+"""The error for an element that is not finite, its tensor, and the dtype that the bytes were taken for."""
 
 
-def not_finite(where: object, place: str, value: str) -> RewriterError:
-    """The error for a weight that is no finite number."""
-    return RewriterError(
-        f"{where}: {place} is {value}, and a model computes nothing with that. Download it again; if its author's "
-        "is the same, the training that wrote it failed"
-    )
-
-
-def placed(name: str, element: int, shape: tuple[int, ...]) -> str:
-    """An element of a tensor, as "name[3, 17]"."""
+def not_finite(
+    where: object, name: str, element: int, shape: tuple[int, ...], value: float, note: str = ""
+) -> RewriterError:
+    """The error for an element of a weight of this shape that is no finite number: "name[3, 17] is NaN"."""
     place = []
     for size in reversed(shape):
         element, here = divmod(element, size)
         place.append(here)
-    return f"{name}{place[::-1]}" if shape else name
+    word = "NaN" if value != value else "infinity" if value > 0 else "-infinity"
+    return RewriterError(
+        f"{where}: {name}{place[::-1] if shape else ''} is {word}{note}, and a model computes nothing with that. "
+        "Download it again; if its author's is the same, the training that wrote it failed"
+    )
 
 
 def watched(checkpoint: Checkpoint, expressions: Iterable[Expression | None]) -> dict[str, str]:
@@ -66,102 +52,76 @@ def watched(checkpoint: Checkpoint, expressions: Iterable[Expression | None]) ->
     return names
 
 
-def first_broken(data: memoryview, dtype: str) -> int | None:
-    """The first element of `data` that is not finite; None where all are, and of dtypes that hold nothing else."""
-    import numpy as np
+def first_broken(values: Tensor) -> int | None:
+    """The place of the first element of a tensor, as it lies in memory, that is not finite; None where all are."""
+    import torch
 
-    pattern = _PATTERNS.get(dtype)
-    if pattern is None or not data:
+    if not values.is_floating_point() or values.is_meta or not values.numel():
         return None
-    size, other, mask, least = pattern
-    bits = np.frombuffer(data, f"<u{size}")
-    magnitude = ((bits ^ bits.dtype.type(other)) if other else bits) & bits.dtype.type(mask)
-    if magnitude.max() < least:
+    values = values.detach()
+    if values.element_size() == 1:  # its few codes are looked for: converting all would take longer than hashing them
+        codes = torch.arange(256, dtype=torch.uint8)
+        wrong = codes[~codes.view(values.dtype).float().isfinite()].tolist()
+        data = values.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return min((place for code in wrong if (place := data.find(code)) >= 0), default=None)
+    if all(bool(end.isfinite()) for end in values.aminmax()):
         return None
-    return int(np.argmax(magnitude >= least))
-
-
-def file_pieces(path: Path, ends: Iterable[int] = ()) -> Iterator[memoryview]:
-    """The bytes of a file, in pieces of at most PIECE that lie in the same memory, cut at the places `ends`.
-
-    Raises RewriterError where the file becomes shorter meanwhile.
-    """
-    buffer = memoryview(bytearray(PIECE))
-    with open(path, "rb") as file:
-        start, size = 0, os.fstat(file.fileno()).st_size
-        for end in (*ends, size):
-            while start < end:
-                piece = buffer[: min(PIECE, end - start)]
-                if file.readinto(piece) < len(piece):
-                    raise RewriterError(
-                        f"{path}: it became shorter while being copied. Run again when nothing writes to it."
-                    )
-                start += len(piece)
-                yield piece
-
-
-def watched_pieces(
-    path: Path, header: SafetensorsHeader, names: Watched, broken: Callable[[RewriterError, str, str], None]
-) -> Iterator[memoryview]:
-    """The bytes of a file with this header, tensor by tensor. For each of `names` that holds an element that is not
-    finite, `broken` gets the error for the first, the tensor's name and the dtype."""
-    start = header.size - sum(info.nbytes for info in header.tensors.values())
-    pieces = file_pieces(path, [start, *(info.offsets[1] for info in header.tensors.values())])
-    done = 0
-    while done < start:
-        done += len(piece := next(pieces))
-        yield piece
-    for name, info in header.tensors.items():
-        dtype = names.get(name, "")
-        looks = dtype in _PATTERNS
-        while done < info.offsets[1]:
-            piece = next(pieces)
-            if looks and (place := first_broken(piece, dtype)) is not None:
-                size, looks = _PATTERNS[dtype][0], False
-                element = (done - info.offsets[0] + place * size) // (BITS[dtype] // 8)
-                value = said(bytes(piece[place * size :][:size]), dtype)
-                broken(not_finite(path, placed(name, element, info.shape), f"{value} ({dtype})"), name, dtype)
-            done += len(piece)
-            yield piece
-    yield from pieces
-
-
-def refuse(error: RewriterError, name: str, dtype: str) -> None:
-    """Raise the error that `watched_pieces` made."""
-    raise error
-
-
-def check_finite(checkpoint: Checkpoint, names: Watched) -> None:
-    """Read the checkpoint's files once. Raises RewriterError for the first of the tensors `names` that is not
-    finite."""
-    for path, header in checkpoint.headers.items():
-        for _ in watched_pieces(path, header, names, refuse):
-            pass
-
-
-def said(data: bytes, dtype: str) -> str:
-    """Name of an element that is not finite: NaN, infinity or -infinity."""
-    if dtype in ("F64", "F32", "C64", "F16", "BF16"):
-        wide = b"\0\0" + data if dtype == "BF16" else data
-        (value,) = struct.unpack({2: "<e", 4: "<f", 8: "<d"}[len(wide)], wide)
-        return in_words(value)
-    return "infinity" if dtype == "F8_E5M2" and data[0] & 3 == 0 else "NaN"
-
-
-def in_words(value: float) -> str:
-    """Name of a number that is not finite."""
-    return "NaN" if value != value else "infinity" if value > 0 else "-infinity"
+    return int(torch.argmax((~values.isfinite()).flatten().int()))
 
 
 def require_finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Raise RewriterError for the first tensor in memory that is not finite, by its name, saying that it is `where`."""
+    for name, tensor in tensors:
+        if (place := first_broken(tensor)) is not None:
+            raise not_finite(where, name, place, tuple(tensor.shape), float(tensor.flatten()[place]))
+
+
+def checked_pieces(path: Path, header: SafetensorsHeader | None, broken: list[NotFinite]) -> Pieces:
+    """The bytes of a file, in pieces of at most PIECE that lie in the same memory. With the file's header, `broken`
+    gets the first element that is not finite of every tensor; bytes (U8) are taken for exponents. Raises RewriterError
+    where the file becomes shorter meanwhile."""
+    buffer = memoryview(bytearray(PIECE))
+    tensors = [] if header is None else [(n, info) for n, info in header.tensors.items() if info.nbytes]
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = (0, tensors[0][1].offsets[0] if tensors else size, None)
+        for start, end, tensor in (head, *((*info.offsets, (name, info)) for name, info in tensors)):
+            for begin in range(start, end, PIECE):
+                piece = buffer[: min(PIECE, end - begin)]
+                if file.readinto(piece) < len(piece):
+                    raise RewriterError(
+                        f"{path}: it became shorter while being copied. Run again when nothing writes to it."
+                    )
+                if tensor is not None and (fault := _fault(path, *tensor, begin - start, piece)) is not None:
+                    broken.append(fault)
+                    tensor = None
+                yield piece
+
+
+def _fault(path: Path, name: str, info: TensorInfo, before: int, piece: memoryview) -> NotFinite | None:
+    """The first element that is not finite of a tensor's bytes, `before` of which came earlier."""
+    dtype = "F8_E8M0" if info.dtype == "U8" else info.dtype
+    if not TORCH_DTYPES.get(dtype, "").startswith(("float", "bfloat")):
+        return None
     import torch
 
-    for name, tensor in tensors:
-        if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
-            continue
-        wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
-        if not all(bool(end.isfinite()) for end in wide.aminmax()):
-            element = int(torch.argmax((~wide.isfinite()).flatten().int()))
-            value = in_words(float(wide.flatten()[element]))
-            raise not_finite(where, placed(name, element, tuple(tensor.shape)), value)
+    values = torch.frombuffer(piece, dtype=torch_dtype(dtype, name))
+    if (place := first_broken(values)) is None:
+        return None
+    element = before // values.element_size() + place
+    return not_finite(path, name, element, info.shape, float(values[place]), f" ({dtype})"), name, dtype
+
+
+def refuse(broken: Iterable[NotFinite], watched: Watched) -> None:
+    """Raise the error of the first of these elements that is in one of the tensors `watched`."""
+    for error, name, dtype in broken:
+        if watched.get(name) == dtype:
+            raise error
+
+
+def check_finite(checkpoint: Checkpoint, names: Watched) -> None:
+    """Read all files. Raises RewriterError for the first of the tensors `names` that is not finite."""
+    for path, header in checkpoint.headers.items():
+        broken: list[NotFinite] = []
+        for _ in checked_pieces(path, header, broken):
+            refuse(broken, names)

@@ -54,18 +54,18 @@ def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
     if find is None:
         raise _refused(checkpoint, f"{method}{_bits(said)}", f"{', '.join(sorted(_METHODS))} are known")
     try:
-        kind, found, dropped = find(checkpoint, said, dtype)
+        kind, weights, dropped = find(checkpoint, said, dtype)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {shortened(error)}"
         raise _refused(checkpoint, method, f"its quantization_config is not as known ({what})") from error
-    if not found:
+    if not weights:
         raise RewriterError(
             f"{checkpoint.directory}: config.json says that weights are quantized ({kind}), but none of the tensors is."
             " Remove its quantization_config, or download both again."
         )
-    used = dropped | {part for expression in found.values() for part in expression.tensors()}
+    used = dropped | {part for expression in weights.values() for part in expression.tensors()}
     plain = {name: Tensor(name) for name in checkpoint.tensors if name not in used}
-    return QuantizedWeights(kind, dtype, {**plain, **found})
+    return QuantizedWeights(kind, dtype, {**plain, **weights})
 
 
 def usual_dtype(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
@@ -149,7 +149,7 @@ _FP8_FORMATS = ("float-quantized", "naive-quantized")
 
 def _scaled_fp8(checkpoint: Checkpoint, kind: str, suffixes: Parts, block: Any, dtype: str) -> Found:
     """Every tensor of an 8-bit float dtype, scaled by the one with its name and one of `suffixes`."""
-    found: dict[str, Expression] = {}
+    weights: dict[str, Expression] = {}
     for name, info in checkpoint.tensors.items():
         names = [(name if suffix[0] == "_" else name.removesuffix(".weight")) + suffix for suffix in suffixes]
         scale = next((other for other in names if other in checkpoint.tensors), None)
@@ -166,8 +166,8 @@ def _scaled_fp8(checkpoint: Checkpoint, kind: str, suffixes: Parts, block: Any, 
         if per is None:
             shape, scales = (list(checkpoint.info(n).shape) for n in (name, scale))
             raise _refused(checkpoint, kind, f"{name} {shape} does not divide into the blocks of {scale} {scales}")
-        found[name] = Dequantized("fp8", (Tensor(name), Tensor(scale)), per, dtype)
-    return kind, found, {name for name in checkpoint.tensors if name.endswith(ACTIVATIONS)}
+        weights[name] = Dequantized("fp8", (Tensor(name), Tensor(scale)), per, dtype)
+    return kind, weights, {name for name in checkpoint.tensors if name.endswith(ACTIVATIONS)}
 
 
 def _elements_per_scale(shape: tuple[int, ...], scales: tuple[int, ...], block: Any) -> tuple[int, ...] | None:
@@ -187,7 +187,7 @@ def _elements_per_scale(shape: tuple[int, ...], scales: tuple[int, ...], block: 
 
 def _mxfp4(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
     """gpt-oss: experts [E, outputs, groups, 16], which the model multiplies as [E, inputs, outputs]."""
-    found: dict[str, Expression] = {}
+    weights: dict[str, Expression] = {}
     for name in checkpoint.tensors:
         stem = name.removesuffix("_blocks")
         if stem == name:
@@ -195,8 +195,8 @@ def _mxfp4(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found
         blocks, scales = checkpoint.info(name), checkpoint.tensors.get(f"{stem}_scales")
         if scales is None or (blocks.dtype, scales.dtype) != ("U8", "U8") or len(blocks.shape) != 4:
             raise _refused(checkpoint, "mxfp4", f"{name} {list(blocks.shape)} {blocks.dtype} is not as gpt-oss has it")
-        found[stem] = Transpose(Dequantized("mxfp4", (Tensor(name), Tensor(f"{stem}_scales")), (), dtype), 1, 2)
-    return "mxfp4", found, set()
+        weights[stem] = Transpose(Dequantized("mxfp4", (Tensor(name), Tensor(f"{stem}_scales")), (), dtype), 1, 2)
+    return "mxfp4", weights, set()
 
 
 def _packed(checkpoint: Checkpoint, names: Parts) -> Iterator[tuple[str, Parts]]:
@@ -221,13 +221,13 @@ def _awq(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
         raise _refused(checkpoint, what + zero, "of awq only 4 bits, version gemm, with zero points, is")
     if scaled := next((name for name in checkpoint.tensors if name.endswith(AWQ_SCALED)), None):
         raise _refused(checkpoint, f"{what}, with {scaled}", "activations that are divided are not")
-    found: dict[str, Expression] = {}
+    weights: dict[str, Expression] = {}
     for module, parts in _packed(checkpoint, ("qweight", "qzeros", "scales")):
         inputs, groups = checkpoint.info(parts[0]).shape[0], checkpoint.info(parts[2]).shape[0]
         size = said.get("group_size", said.get("q_group_size", 128))
         group = int(size) if int(size) > 0 and -(-inputs // int(size)) == groups else -(-inputs // groups)
-        found[f"{module}.weight"] = _matrix("awq", parts, (4, group), dtype)
-    return f"awq, 4 bits, groups of {said.get('group_size', 128)}", found, set()
+        weights[f"{module}.weight"] = _matrix("awq", parts, (4, group), dtype)
+    return f"awq, 4 bits, groups of {said.get('group_size', 128)}", weights, set()
 
 
 def _gptq(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
@@ -237,11 +237,11 @@ def _gptq(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
         raise _refused(checkpoint, what, "of gptq 2, 4 and 8 bits in the formats gptq and gptq_v2 are")
     if said.get("dynamic"):
         raise _refused(checkpoint, f"{what}, dynamic", "other bits for some modules are not")
-    found: dict[str, Expression] = {}
+    weights: dict[str, Expression] = {}
     for module, parts in _packed(checkpoint, ("qweight", "qzeros", "scales", "g_idx")):
         numbers = (int(bits), checkpoint.info(parts[2]).shape[0], int(form == "gptq"))
-        found[f"{module}.weight"] = _matrix("gptq", parts, numbers, dtype)
-    return f"gptq, {bits} bits, groups of {said.get('group_size')}", found, set()
+        weights[f"{module}.weight"] = _matrix("gptq", parts, numbers, dtype)
+    return f"gptq, {bits} bits, groups of {said.get('group_size')}", weights, set()
 
 
 def _bitsandbytes(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
@@ -249,7 +249,7 @@ def _bitsandbytes(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -
 
     Of the last what weights stand for: that activations are quantized too is another function, as with FP8.
     """
-    found: dict[str, Expression] = {}
+    weights: dict[str, Expression] = {}
     if not said.get("load_in_4bit"):
         formats = {name for name in checkpoint.tensors if name.endswith(".weight_format")}
         if other := next((name for name in formats if int(checkpoint.read(name))), None):
@@ -257,8 +257,8 @@ def _bitsandbytes(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -
         for name in checkpoint.tensors:
             weight = f"{name.removesuffix('.SCB')}.weight"
             if name.endswith(".SCB") and weight in checkpoint.tensors:
-                found[weight] = Dequantized("bnb8", (Tensor(weight), Tensor(name)), (), dtype)
-        return "bitsandbytes, 8 bits", found, formats
+                weights[weight] = Dequantized("bnb8", (Tensor(weight), Tensor(name)), (), dtype)
+        return "bitsandbytes, 8 bits", weights, formats
     for name in checkpoint.tensors:
         weight, mark, _ = name.partition(".quant_state.bitsandbytes__")
         if mark:
@@ -268,8 +268,8 @@ def _bitsandbytes(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -
             lacking = next((part for part in parts if part not in checkpoint.tensors), None)
             if lacking is not None or len(state["shape"]) != 2:
                 raise _refused(checkpoint, "bitsandbytes, 4 bits", f"{name} says {state}, and {lacking} is missing")
-            found[weight] = Dequantized("bnb4", tuple(map(Tensor, parts)), tuple(state["shape"]), dtype)
-    return f"bitsandbytes, 4 bits, {said.get('bnb_4bit_quant_type', 'fp4')}", found, set()
+            weights[weight] = Dequantized("bnb4", tuple(map(Tensor, parts)), tuple(state["shape"]), dtype)
+    return f"bitsandbytes, 4 bits, {said.get('bnb_4bit_quant_type', 'fp4')}", weights, set()
 
 
 def _matrix(scheme: str, parts: Parts, numbers: tuple[int, ...], dtype: str) -> Expression:

@@ -97,9 +97,9 @@ class RankWeights:
         """
         header = read_header(path)
         for name, value in expected.items():
-            if (found := header.metadata.get(name, value)) != value:
+            if (held := header.metadata.get(name, value)) != value:
                 raise RewriterError(
-                    f"{path}: it holds the weights of {name} {found}, not of {name} {value}. Put the files back as "
+                    f"{path}: it holds the weights of {name} {held}, not of {name} {value}. Put the files back as "
                     "`rewrite` named them, or rewrite the model again"
                 )
         if known is not None and (changed := _change(header, *known)):
@@ -231,8 +231,8 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise RewriterError(f"{path}: cannot be read: {error.strerror}. Rewrite the model again") from error
     if not isinstance(table, dict) or table.get("schema") != SCHEMA:
-        found = table.get("schema") if isinstance(table, dict) else None
-        raise RewriterError(f"{path}: schema {found!r}, this version reads {SCHEMA}. Rewrite the model again")
+        schema = table.get("schema") if isinstance(table, dict) else None
+        raise RewriterError(f"{path}: schema {schema!r}, this version reads {SCHEMA}. Rewrite the model again")
     return table
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import FLOATS, TORCH_DTYPES, Checkpoint, mixed_dtypes, torch_dtype
 from rewriter.weights.expressions import Expression, Slice, evaluate, is_dequantized
-from rewriter.weights.finite import Watched, first_broken, in_words, not_finite, placed
+from rewriter.weights.finite import Pieces, Watched, first_broken, not_finite
 from rewriter.weights.header import BITS, encode_header
 
 if TYPE_CHECKING:
@@ -83,11 +83,13 @@ def planned_tensors(checkpoint: Checkpoint, plan: ShardPlan) -> list[PlannedTens
 
 def shard_pieces(
     checkpoint: Checkpoint, items: Sequence[PlannedTensor], metadata: Mapping[str, str], watched: Watched
-) -> Iterator[memoryview]:
+) -> Pieces:
     """The bytes of a shard. What is read of the checkpoint leaves memory with each piece.
 
     Raises RewriterError for the first number that is not finite of a tensor made of `watched` ones.
     """
+    import torch
+
     yield memoryview(encode_header({item.name: (item.dtype, item.shape, item.nbytes) for item in items}, metadata))
     for item in items:
         looks = not watched.keys().isdisjoint(item.expression.tensors())
@@ -95,12 +97,12 @@ def shard_pieces(
         limit = min(MADE, READ * item.nbytes // max(source, 1)) * 8 // BITS[item.dtype]
         done = 0
         for part in _parts(item.expression, item.shape, limit):
-            data = _bytes(checkpoint, part, item.dtype)
-            if looks and (place := first_broken(data, item.dtype)) is not None:
+            values = _values(checkpoint, part, item.dtype)
+            if looks and (place := first_broken(values)) is not None:
                 value = float(checkpoint.evaluate(part).reshape(-1)[place])
                 raise _beyond(checkpoint, item, done + place, value)
-            yield data
-            done += len(data) * 8 // BITS[item.dtype]
+            yield memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            done += values.numel()
             checkpoint.release()
 
 
@@ -116,7 +118,8 @@ def _parts(expression: Expression, shape: tuple[int, ...], limit: int, dim: int 
         yield from _parts(part, shape, limit, dim + 1) if row > limit else (part,)
 
 
-def _bytes(checkpoint: Checkpoint, expression: Expression, dtype: str) -> memoryview:
+def _values(checkpoint: Checkpoint, expression: Expression, dtype: str) -> torch.Tensor:
+    """The elements of an expression, one after the other."""
     import torch
 
     moved = not is_dequantized(expression) and expression.dtypes(checkpoint.dtypes) == {dtype}
@@ -127,19 +130,20 @@ def _bytes(checkpoint: Checkpoint, expression: Expression, dtype: str) -> memory
         return checkpoint.read(name).view(width) if moved else checkpoint.read(name)
 
     values = evaluate(expression.narrowed(checkpoint.shapes), read)
-    if not moved:
-        values = values.to(torch_dtype(dtype, "result"))
-    return memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    values = values if moved else values.to(torch_dtype(dtype, "result"))
+    return values.contiguous().reshape(-1).view(torch_dtype(dtype, "result"))
 
 
 def _beyond(checkpoint: Checkpoint, item: PlannedTensor, element: int, value: float) -> RewriterError:
-    where, file = placed(item.name, element, item.shape), checkpoint.info(next(item.expression.tensors())).file
+    """The error for a number that is not finite, or not any more in the dtype that is written."""
+    file = checkpoint.info(next(item.expression.tensors())).file
     if not isfinite(value):
-        return not_finite(file, where, in_words(value))
+        return not_finite(file, item.name, element, item.shape, value)
     import torch
 
     most = torch.finfo(torch_dtype(item.dtype, item.name)).max
+    place = [int(index) for index in torch.unravel_index(torch.tensor(element), item.shape)]
     return RewriterError(
-        f"{file}: {where} is {value:g}, and {item.dtype} holds at most {most:g}. Write another dtype (--dtype bf16 "
-        "or fp32)"
+        f"{file}: {item.name}{place} is {value:g}, and {item.dtype} holds at most {most:g}. Write another dtype "
+        "(--dtype bf16 or fp32)"
     )

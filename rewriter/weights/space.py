@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -11,27 +10,16 @@ from rewriter.common.errors import RewriterError
 
 def available(path: Path) -> int:
     """Bytes that this user can still write on the file system of `path`, or of its nearest parent that exists."""
-    status = _status(path)
+    status = os.statvfs(existing(path))
     return status.f_bavail * status.f_frsize
 
 
-def require_space(path: Path, nbytes: int, files: int = 0) -> None:
-    """Raise RewriterError unless `nbytes` in `files` files can be written on the file system of `path`."""
-    free = available(path)
-    if nbytes > free:
+def require_space(path: Path, nbytes: int) -> None:
+    """Raise RewriterError unless `nbytes` can be written on the file system of `path`."""
+    if nbytes > (free := available(path)):
         raise RewriterError(
             f"{path}: {_size(nbytes)} are needed there and {_size(free)} are free. Make room or choose another --out."
         )
-    status = _status(path)
-    if status.f_files and files > status.f_favail:  # file systems without a table of inodes say 0
-        raise RewriterError(
-            f"{path}: {files} files are needed there and {status.f_favail} inodes are free. Delete files or choose "
-            "another --out."
-        )
-
-
-def _status(path: Path) -> os.statvfs_result:
-    return os.statvfs(existing(path))
 
 
 def existing(path: Path) -> Path:
@@ -41,17 +29,11 @@ def existing(path: Path) -> Path:
     return path
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """True for an exception that says that the disk, or this user's quota, is used up."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def disk_full(path: Path, nbytes: int | None, free: int) -> RewriterError:
-    """The error for a disk that ran full: `nbytes` were to be written in all (None: unknown), `free` were left."""
-    needed = (
-        f"{_size(nbytes)} are needed in all and {_size(free)} were left" if nbytes else f"only {_size(free)} were left"
-    )
-    return RewriterError(f"{path}: the disk is full: {needed}. Make room or choose another --out.")
+def disk_full(path: Path, nbytes: int | None) -> RewriterError:
+    """The error for a disk that ran full: `nbytes` were to be written in all (None: unknown)."""
+    needed = f"{_size(nbytes)} are needed in all and " if nbytes else "only "
+    left = _size(available(path.parent))
+    return RewriterError(f"{path}: the disk is full: {needed}{left} were left. Make room or choose another --out.")
 
 
 def _size(nbytes: int) -> str:

@@ -41,8 +41,8 @@ class Stored:
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """The tensor that it stands for; scales are multiplied in fp32."""
-        found = dequantized(self.scheme, self.parts, self.numbers, dtype)
-        return found.transpose(-1, -2) if self.transposed else found
+        dequantized_values = dequantized(self.scheme, self.parts, self.numbers, dtype)
+        return dequantized_values.transpose(-1, -2) if self.transposed else dequantized_values
 
     def moved(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Stored:
         return replace(self, parts=tuple(map(change, self.parts)))
@@ -53,8 +53,8 @@ def stored(expression: Expression, read: Read) -> Stored | None:
 
     Where a range ends inside a block of FP8, its blocks are divided into smaller ones of the same scale.
     """
-    found = _stored(expression, read)
-    return found if found is not None and found.nbytes <= MOST * 2 * prod(found.shape) else None
+    whole = _stored(expression, read)
+    return whole if whole is not None and whole.nbytes <= MOST * 2 * prod(whole.shape) else None
 
 
 def _stored(expression: Expression, read: Read) -> Stored | None:
@@ -126,21 +126,21 @@ def _unsqueezed(inner: Stored, dim: int) -> Stored | None:
 
 def _joined(pieces: Sequence[Stored | None], dim: int) -> Stored | None:
     """The pieces one after the other along `dim`, with the largest blocks that divide all of theirs."""
-    found = [piece for piece in pieces if piece is not None and piece.scheme == "fp8"]
-    if len(found) < len(pieces):
+    parts = [piece for piece in pieces if piece is not None and piece.scheme == "fp8"]
+    if len(parts) < len(pieces):
         return None
-    for axis in range(len(found[0].shape)):
-        whole = all(piece.parts[1].shape[axis] == 1 for piece in found)
+    for axis in range(len(parts[0].shape)):
+        whole = all(piece.parts[1].shape[axis] == 1 for piece in parts)
         if axis != dim and whole:
             continue
-        pers = [p.shape[axis] if p.parts[1].shape[axis] == 1 else p.numbers[axis] for p in found]
+        pers = [p.shape[axis] if p.parts[1].shape[axis] == 1 else p.numbers[axis] for p in parts]
         # what comes after a piece begins with a block too
-        ends = [piece.shape[axis] for piece in found[:-1]] if axis == dim else []
-        found = [_finer(piece, axis, gcd(*pers, *ends)) for piece in found]
-    scales = [piece.parts[1] for piece in found]
-    if len({piece.dtype for piece in scales}) > 1 or len({piece.parts[0].dtype for piece in found}) > 1:
+        ends = [piece.shape[axis] for piece in parts[:-1]] if axis == dim else []
+        parts = [_finer(piece, axis, gcd(*pers, *ends)) for piece in parts]
+    scales = [piece.parts[1] for piece in parts]
+    if len({piece.dtype for piece in scales}) > 1 or len({piece.parts[0].dtype for piece in parts}) > 1:
         return None
-    return replace(found[0], parts=(torch.cat([p.parts[0] for p in found], dim), torch.cat(scales, dim)))
+    return replace(parts[0], parts=(torch.cat([p.parts[0] for p in parts], dim), torch.cat(scales, dim)))
 
 
 class StoredWeight(torch.Tensor):

@@ -21,12 +21,12 @@ def stream_parameters(model: nn.Module, read: Callable[[str], Tensor]) -> None:
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first.setdefault(id(parameter), name)
-    kept = _Kept(read)
+    kept = _ReadParameters(read)
     for module in model.modules():
         module._parameters = _Streamed(module._parameters, first, kept)
 
 
-class _Kept:
+class _ReadParameters:
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         self.read, self.tensors = read, OrderedDict[str, Any]()
 
@@ -43,7 +43,7 @@ class _Kept:
 class _Streamed(dict[str, Any]):
     """A module's `_parameters`. An entry by its name is read; iteration gives one number, expanded to the shape."""
 
-    def __init__(self, parameters: dict[str, Any], first: dict[int, str], kept: _Kept) -> None:
+    def __init__(self, parameters: dict[str, Any], first: dict[int, str], kept: _ReadParameters) -> None:
         from torch import nn, zeros
 
         super().__init__(

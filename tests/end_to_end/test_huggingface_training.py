@@ -37,7 +37,12 @@ def assert_same_step(
         assert oracles.relative_error(actual[1][name], gradient) <= 10 * TOLERANCE, name
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+STEPS = ("llama", "gpt2", "gpt_neox", "gemma2", "mixtral")  # the logits of all families are compared elsewhere
+
+
+@pytest.mark.parametrize(
+    "family", [*STEPS, *(pytest.param(f, marks=pytest.mark.slow) for f in zoo.FAMILIES if f not in STEPS)]
+)
 def test_loss_and_gradients_equal_the_oracle(family: str) -> None:
     ids, original = zoo.batch(), zoo.build(family)
     standard = step(original, ids)
@@ -47,8 +52,10 @@ def test_loss_and_gradients_equal_the_oracle(family: str) -> None:
     assert_same_step(step(emitted.load(emitted.emitted(family, "scattered")), ids), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma3_text", "mixtral"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("family", "reentrant"),
+    [("llama", True), ("llama", False), ("gpt2", False), ("gpt_neox", True), ("mixtral", False)],
+)
 def test_gradient_checkpointing_changes_nothing(family: str, reentrant: bool) -> None:
     ids, model = zoo.batch(), emitted.load(emitted.emitted(family, "all"))
     model.train()  # the zoo's dropout probabilities are 0
@@ -61,7 +68,7 @@ def test_gradient_checkpointing_changes_nothing(family: str, reentrant: bool) ->
     assert len(calls) == 2  # it was recomputed
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 def test_lora(family: str) -> None:
     ids, base = zoo.batch(), emitted.load(emitted.emitted(family, "upper-half"))
     with torch.no_grad():
@@ -88,7 +95,7 @@ def test_lora(family: str) -> None:
     assert oracles.relative_error(adapted, before) >= 1e-2
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama_tied", "mixtral"])
 def test_save_pretrained_round_trip(family: str, tmp_path: Path) -> None:
     """What was trained is saved under the names of the source's checkpoint, with its code, and loads again."""
     model = emitted.load(emitted.emitted(family, "scattered"))

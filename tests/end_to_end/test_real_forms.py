@@ -77,7 +77,7 @@ def check_ranks(source: Path, meant: dict[str, torch.Tensor], out: Path, dtype: 
 @pytest.mark.parametrize(
     ("kind", "dtype", "named"),
     [
-        ("fp8-deepseek", "bfloat16", True),
+        ("fp8-experts", "bfloat16", True),
         ("fp8-blocks", "float32", False),
         *(
             pytest.param(kind, dtype, named, marks=pytest.mark.slow)

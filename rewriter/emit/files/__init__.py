@@ -1,1 +1,1 @@
-"""Files of an output directory: planned from a program, written beside their final place, renamed when complete."""
+"""Files of an output directory: planned from a program, written next to their final place, renamed when complete."""

@@ -37,10 +37,10 @@ class KeptTensors:
 
     def files(self) -> dict[Path, list[str]]:
         """By file of the checkpoint, the names of what is kept of it; files of which nothing is kept are left out."""
-        found: dict[Path, list[str]] = {}
+        by_file: dict[Path, list[str]] = {}
         for name, expression in self.tensors.items():
-            found.setdefault(self.checkpoint.info(next(expression.tensors())).file, []).append(name)
-        return {file: found[file] for file in self.checkpoint.files if file in found}
+            by_file.setdefault(self.checkpoint.info(next(expression.tensors())).file, []).append(name)
+        return {file: by_file[file] for file in self.checkpoint.files if file in by_file}
 
     def stored(self, expression: Expression) -> Expression:
         """An expression over `tensors` as one over the checkpoint's."""
@@ -68,8 +68,8 @@ class KeptTensors:
 def kept_tensors(
     program: Program, checkpoint: Checkpoint, dequantize: bool, refuse: str | None, drop_unused: bool = False
 ) -> KeptTensors:
-    """What an output of `program`, traced from `checkpoint`, keeps: with `drop_unused` nothing that the model does not
-    use. `refuse`: why weights cannot stay quantized.
+    """The tensors that an output of `program`, traced from `checkpoint`, keeps: with `drop_unused` none that the model
+    does not use. `refuse`: why weights cannot stay quantized.
 
     Raises RewriterError where they would, and where `dequantize` or `drop_unused` has nothing to do.
     """

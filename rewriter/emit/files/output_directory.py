@@ -1,4 +1,4 @@
-"""The output directory: written beside its final place, renamed when complete, resumed when interrupted.
+"""The output directory: written next to its final place, renamed when complete, resumed when interrupted.
 
 While a run is under way, NAME's files are in `.NAME.rewriting`, and `.NAME.rewriting.journal` says which job writes
 there and which files are finished. The journal is also the lock that keeps two runs apart, and the proof that the
@@ -8,6 +8,7 @@ manifest, the rename, then the journal goes. Whatever moment the power fails at,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -15,21 +16,20 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.output.names import MANIFEST
-from rewriter.weights.space import available, disk_full, is_disk_full, require_space
+from rewriter.weights.space import disk_full, require_space
 
 
 class OutputDirectory:
     """A context manager around writing one output directory.
 
-    Inside, files are made at `path(name)` and then made known by `add(name)` or `record(path, sha256)`, or written
-    in one call by `write(name, data)`. `manifest(table)` comes last. Leaving the block renames the directory to its
-    final place.
+    Inside, files are made at `path(name)` and then made known by `record(path, sha256)`, or written in one call by
+    `write(name, data)`. `manifest(table)` comes last. Leaving the block renames the directory to its final place.
 
     Leaving it by an exception deletes what was staged, except by an interruption (Ctrl-C, as kill -9): then a later
     run of the same `job` with `resume` continues, and `finished(name)` answers for files that are done. `job` is what
@@ -85,30 +85,22 @@ class OutputDirectory:
                 self._abandon(failure)
                 raise
 
-    def require_space(self, nbytes: int, files: int = 0) -> None:
-        """Raise RewriterError unless so many more bytes and files fit on the disk. Say all that will be written."""
+    def require_space(self, nbytes: int) -> None:
+        """Raise RewriterError unless `nbytes` more, all that will be written, fit on the disk."""
         self._needed = nbytes
-        require_space(self.staging, nbytes, files)
+        require_space(self.staging, nbytes)
 
     def path(self, name: str) -> Path:
-        """Where to write the file `name` (a relative path with '/'); its directory exists afterwards."""
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or not pure.parts or str(pure) == MANIFEST:
-            raise RewriterError(f"{name!r}: not the name of a file inside {self.final}.")
-        path = self.staging / pure
+        """The place to write the file `name` (a relative path with '/') to; its directory exists afterwards."""
+        path = self.staging / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def write(self, name: str, data: str | bytes) -> str:
         """Write a small file onto the disk; returns its sha256."""
-        return self._write(self.path(name), data.encode() if isinstance(data, str) else data)
-
-    def add(self, name: str) -> str:
-        """Make a file known that something else wrote at `path(name)`: hashed (the result), and brought to the disk."""
-        path = self.path(name)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        digest = sha256_of(path)
+        path, data = self.path(name), data.encode() if isinstance(data, str) else data
+        write_to_disk(path, data)
+        digest = hashlib.sha256(data).hexdigest()
         self.record(path, digest)
         return digest
 
@@ -131,39 +123,21 @@ class OutputDirectory:
         """Write the manifest, the last file. The job is added under "job": by it a finished output is recognised."""
         text = json.dumps({**table, "job": self.job}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         self._has_manifest = True
-        self._write(self.staging / MANIFEST, text.encode())
-
-    def _write(self, path: Path, data: bytes) -> str:
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        digest = hashlib.sha256(data).hexdigest()
-        self.record(path, digest)
-        return digest
+        self.write(MANIFEST, text)
 
     # Beginning and end
 
     def _lock(self) -> None:
         """Own the journal, which is made if it is missing. Raises RewriterError if another run holds it."""
-        while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._journal_fd = os.open(self.journal, flags, 0o666)
-            try:
-                fcntl.flock(self._journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(self._journal_fd)
-                self._journal_fd = -1
-                raise RewriterError(
-                    f"{self.final}: another run is writing there. Wait for it, or choose another --out."
-                ) from error
-            # The run before us may have deleted this very file between our open and our lock.
-            try:
-                if os.path.samestat(os.fstat(self._journal_fd), os.stat(self.journal)):
-                    return
-            except FileNotFoundError:
-                pass
-            os.close(self._journal_fd)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._journal_fd = os.open(self.journal, flags, 0o666)
+        try:
+            fcntl.flock(self._journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._unlock()
+            raise RewriterError(
+                f"{self.final}: another run is writing there. Wait for it, or choose another --out."
+            ) from error
 
     def _unlock(self, delete: bool = False) -> None:
         if self._journal_fd < 0:
@@ -200,28 +174,17 @@ class OutputDirectory:
 
     def _final_is_taken(self) -> bool:
         """True if it already holds this job's result (only with resume); False if it is free; else RewriterError."""
-        if not os.path.lexists(self.final):
+        reason = taken(self.final)
+        if reason is None:
             return False
-        if not self.final.is_dir():
-            what = "is a file"
-        elif not any(self.final.iterdir()):
-            return False
-        elif (self.final / MANIFEST).is_file():
-            if self.resume and self._manifest_job() == self.job:
-                self.complete = True
-                return True
-            what = "already holds an output of rewriter"
-        else:
-            what = "is not empty, and not an output of rewriter, so it is not touched"
-        if not self.staging.exists():
-            self._unlock(delete=True)
-        raise RewriterError(f"{self.final}: {what}. Choose another --out, or delete it yourself.")
-
-    def _manifest_job(self) -> Any:
-        try:
-            return json.loads((self.final / MANIFEST).read_bytes())["job"]
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
+        if self.resume and (self.final / MANIFEST).is_file():
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                self.complete = json.loads((self.final / MANIFEST).read_bytes())["job"] == self.job
+        if not self.complete:
+            if not self.staging.exists():
+                self._unlock(delete=True)
+            raise RewriterError(reason)
+        return True
 
     def _read_journal(self) -> tuple[tuple[dict[str, Any], dict[str, tuple[int, str]]] | None, int]:
         """The job and finished files of the run before this one (None: it is new), and the journal's valid length."""
@@ -260,15 +223,11 @@ class OutputDirectory:
         """Take over the files that still are what the journal says; delete all others."""
         for name, (size, digest) in files.items():
             path = self.staging / name
-            if name == MANIFEST or path.is_symlink() or not path.is_file() or path.stat().st_size != size:
-                continue
-            if sha256_of(path) == digest:
+            if name != MANIFEST and path.is_file() and path.stat().st_size == size and sha256_of(path) == digest:
                 self.files[name] = (size, digest)
-        for root, _, names in os.walk(self.staging):
-            for name in names:
-                path = Path(root, name)
-                if path.relative_to(self.staging).as_posix() not in self.files:
-                    path.unlink()
+        for path in self.staging.rglob("*"):
+            if not path.is_dir() and path.relative_to(self.staging).as_posix() not in self.files:
+                path.unlink()
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         os.lseek(self._journal_fd, 0, os.SEEK_END)
@@ -280,11 +239,7 @@ class OutputDirectory:
     def _commit(self) -> None:
         if not self._has_manifest:
             raise RuntimeError(f"{self.final}: the output was left without a manifest")
-        for root, _, names in os.walk(self.staging):
-            for name in names:
-                path = Path(root, name)
-                if path.relative_to(self.staging).as_posix() not in self.files:
-                    self.add(path.relative_to(self.staging).as_posix())
+        for root, _, _ in os.walk(self.staging):
             sync_directory(Path(root))
         try:
             os.rename(self.staging, self.final)  # replaces an empty directory, refuses any other
@@ -312,11 +267,31 @@ class OutputDirectory:
             raise explained from error
 
     def _explained(self, error: OSError) -> RewriterError | None:
-        if is_disk_full(error):
-            return disk_full(self.final, self._needed, available(self.final.parent))
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return disk_full(self.final, self._needed)
         if error.filename:
             return RewriterError(f"{error.filename}: cannot be read or written: {error.strerror or error}.")
         return None
+
+
+def taken(out: Path) -> str | None:
+    """The reason why an output cannot be written at `out`; None where there is nothing, or an empty directory."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    what = "is a file"
+    if (out / MANIFEST).is_file():
+        what = "already holds an output of rewriter"
+    elif out.is_dir():
+        what = "exists, and is not an output of rewriter, so it is not touched"
+    return f"{out}: {what}. Choose another --out, or delete it yourself."
+
+
+def write_to_disk(path: Path, data: bytes) -> None:
+    """Write a file, which is on the disk then."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sha256_of(path: Path) -> str:

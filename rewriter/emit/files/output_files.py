@@ -1,4 +1,4 @@
-"""What an output directory holds besides its manifest: planned from a program, then written in one pass."""
+"""Files of an output directory but its manifest: planned from a program, then written in one pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BESIDE_WEIGHTS = (
     "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "spiece.model", "sentencepiece*.model", "*.tiktoken", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, beside chat_template.jinja
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, besides chat_template.jinja
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def write(
 
 
 def _kept_quantized(dtype: str | None, materialize: bool) -> str | None:
-    """What is asked for that cannot be done to weights that stay quantized."""
+    """The option that cannot be applied to weights that stay quantized, with the reason; None where there is none."""
     if dtype is not None:
         return f"--dtype {dtype} would round their scales"
     return "--materialize writes what ranks compute with, which is not quantized" if materialize else None
@@ -284,7 +284,7 @@ def _json(data: Any) -> str:
 
 
 def public_name(path: str | None, given: str | None = None) -> str:
-    """How a model is named in what is published: a hub id, or the bare name of its directory, never a path."""
+    """The name of a model in what is published: a hub id, or the bare name of its directory, never a path."""
     for name in (given, path):
         if name is None:
             continue

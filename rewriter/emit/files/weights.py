@@ -1,4 +1,4 @@
-"""What each rank holds, as ranges of the adapted checkpoint's tensors instead of the source's."""
+"""Tensors that each rank holds, as ranges of the adapted checkpoint's tensors instead of the source's."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def written_dtypes(program: Program, kept: KeptTensors, target: torch.dtype | No
     With `target` (bf16, fp16, fp32) that is what transformers would load it in, so some stay fp32 in any dtype.
     `program` is the one of `kept`.
     """
-    found = {name: next(iter(tensor.dtypes(kept.checkpoint.dtypes))) for name, tensor in kept.tensors.items()}
+    dtypes = {name: next(iter(tensor.dtypes(kept.checkpoint.dtypes))) for name, tensor in kept.tensors.items()}
     if target is None:
-        return found
+        return dtypes
     dtype = OF_TORCH[str(target).removeprefix("torch.")]
     read = {
         (name, n) for name, spec in program.parameters.items() if spec.expression for n in spec.expression.tensors()
     }
-    fp32 = {stored for name, stored in {*read, *((n, n) for n in found)} if kept_in_fp32(program, dtype, name)}
-    return {n: stored if stored not in FLOATS else "F32" if n in fp32 else dtype for n, stored in found.items()}
+    fp32 = {stored for name, stored in {*read, *((n, n) for n in dtypes)} if kept_in_fp32(program, dtype, name)}
+    return {n: stored if stored not in FLOATS else "F32" if n in fp32 else dtype for n, stored in dtypes.items()}
 
 
 def kept_in_fp32(program: Program, dtype: str, name: str) -> bool:
@@ -61,7 +61,7 @@ def cast_dtypes(
     `written` are the dtypes of the adapted checkpoint's tensors, `config` its config.json. A model whose parameters are
     stored in several dtypes computes in one: transformers casts all to the config's, or where that says none to the
     first tensor's, but for those that it has in fp32. What quantized weights stand for counts as stored in that dtype.
-    Where all are stored alike they are computed with in that dtype.
+    Where all are stored in one dtype they are computed with in that dtype.
     """
     stored = {
         n: spec.expression.dtypes(written) for n, spec in program.parameters.items() if spec.expression is not None
@@ -82,13 +82,13 @@ def weight_references(
     elements that the adapted checkpoint lacks.
     """
     stored = {expression: Tensor(name) for name, expression in changed.items()}
-    found = {}
+    references = {}
     for name, spec in program.parameters.items():
         if spec.expression is None:
             raise RewriterError("this program was traced from a config: it has no weights to read")
         expression = _adapted(spec.expression, changed, stored, shapes) if changed else spec.expression
-        found[name] = Reference(expression, spec.dim, spec.ranges, casts.get(name))
-    return found
+        references[name] = Reference(expression, spec.dim, spec.ranges, casts.get(name))
+    return references
 
 
 def _adapted(
@@ -156,19 +156,19 @@ def changed_tensors(program: Program, shapes: Shapes) -> dict[str, Expression]:
         before = origin.parameters[name].expression if name in origin.parameters else None
         if spec.expression is None or spec.expression == before or before is None:
             continue
-        found = (
+        inside = (
             {before.name: spec.expression} if isinstance(before, Tensor) else _inside(before, spec.expression, shapes)
         )
-        if found is None and is_dequantized(before):
+        if inside is None and is_dequantized(before):
             raise RewriterError(
                 f"{name}: the recipe changes its weights, which are stored quantized, as {before}. Write them "
                 "dequantized with --dequantize"
             )
-        if found is None:
+        if inside is None:
             raise RewriterError(
                 f"{name}: its weights cannot be stored as {spec.expression}, since on disk it is {before}"
             )
-        changed |= {tensor: expression for tensor, expression in found.items() if expression != Tensor(tensor)}
+        changed |= {tensor: expression for tensor, expression in inside.items() if expression != Tensor(tensor)}
     return changed
 
 
@@ -192,13 +192,13 @@ def _inside(before: Expression, after: Expression, shapes: Shapes) -> dict[str, 
         pairs = [(before.source, after.source)]
     else:
         return None
-    found: dict[str, Expression] = {}
+    changed: dict[str, Expression] = {}
     for part, other in pairs if alike else ():
         inside = _inside(part, other, shapes)
-        if inside is None or any(found.get(name, expression) != expression for name, expression in inside.items()):
+        if inside is None or any(changed.get(name, expression) != expression for name, expression in inside.items()):
             return None
-        found |= inside
-    return found if alike else None
+        changed |= inside
+    return changed if alike else None
 
 
 def lowered(expression: Expression, shapes: Shapes) -> Expression:

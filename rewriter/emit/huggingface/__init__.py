@@ -1,7 +1,7 @@
 """Program → the Hugging Face side of an output directory: config.json and, where the wiring changed, a modeling file.
 
 The generated file subclasses the source's decoder layer only: one class per kind of layer, whose `forward` is printed
-from the wiring. What crosses between layers besides the residual stream is packed beside it along the last dimension,
+from the wiring. What crosses between layers besides the residual stream is packed with it along the last dimension,
 so that the source's own `Model.forward` (masks, caches, final norm, losses, generation) is used as it is.
 
 Of a program that is bound to its ranks, all ranks are computed on one device. Parameters keep the source's names and
@@ -28,7 +28,7 @@ from rewriter.passes.base import bound_ranks, scopes, single_device
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """What goes beside the weights.
+    """The files that accompany the weights.
 
     `config` is for config.json. `modeling` is the text of the file `modeling_name`; both are None where the source's
     own code still computes the program.
@@ -163,7 +163,7 @@ def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: Sequ
 def _what(
     program: Program, index: int, touched: bool, layer: PrintedLayer, modes: Sequence[BlockMode] | None
 ) -> list[str]:
-    """What a kind of layer does, in a sentence or two; with `modes`, in one per block."""
+    """Description of a kind of layer, in a sentence or two; with `modes`, in one per block."""
     name = program.source.of_layer(index).layer_class
     if modes is not None:
         passing = [f"Computes what {name} computes, beside values that it passes on."]

@@ -77,7 +77,7 @@ class PrintedLayer:
         )
 
     def same_computation(self, other: PrintedLayer) -> bool:
-        """True if both compute alike, apart from further values that they return."""
+        """True if both compute the same, apart from further values that they return."""
         alike = (self.statements, self.gives[0]) == (other.statements, other.gives[0])
         return alike and not self.modules and not other.modules
 
@@ -137,7 +137,7 @@ def _sums_apart(program: Program) -> Program:
 
 
 class LayerFlow:
-    """Which layer computes what, and how long it is needed."""
+    """The values that each layer computes, and until which layer they are needed."""
 
     def __init__(self, program: Program) -> None:
         self.nodes = list(program.graph.nodes)
@@ -222,7 +222,7 @@ class _HuggingFaceLayers:
         self.arguments = arguments_of(source, calls, source.absent[index])
         self.unique = UniqueNames(["self", "kwargs", "cache", "torch", *source.layer_arguments])
         self.names = {takes[0]: source.layer_arguments[0]}
-        self.found = PerRankChild()
+        self.child = PerRankChild()
         self.statements: list[tuple[str, str]] = []
         for node in takes[1:]:
             self.names[node] = self.unique.new("earlier_states")
@@ -237,8 +237,8 @@ class _HuggingFaceLayers:
             tuple(self.statements),
             tuple(self._width(n) for n in takes),
             tuple(self._width(n) for n in gives),
-            self.found.modules,
-            self.found.groups,
+            self.child.modules,
+            self.child.groups,
             self.arguments,
             ages,
         )
@@ -284,17 +284,17 @@ class _HuggingFaceLayers:
 
     def _as(self, node: fx.Node, wanted: Form) -> str:
         """`node` as a term of a value of the form `wanted`, per_rank or total."""
-        found = self.form[node]
-        if found == wanted:
+        form = self.form[node]
+        if form == wanted:
             return self._text(node)
         atom = self._text(node) if node in self.names else f"({self._text(node)})"
-        if wanted == "per_rank" and found == "same":
+        if wanted == "per_rank" and form == "same":
             return f"{atom}.unsqueeze(-2)"
-        if wanted == "total" and found == "per_rank":
+        if wanted == "total" and form == "per_rank":
             return f"{atom}.sum(-2)"
         if wanted == "total":  # every rank adds what all of them share
             return f"{atom} * {self.ranks}"
-        raise RewriterError(f"{node.name} is {found} on all ranks, and {wanted} is needed")
+        raise RewriterError(f"{node.name} is {form} on all ranks, and {wanted} is needed")
 
     def _scaled(self, node: fx.Node) -> str:
         """A value times a number; the sum over ranks of x / ranks is their mean."""
@@ -320,7 +320,7 @@ class _HuggingFaceLayers:
             self._replicated(node, inner)
             return self._expression(node, self._operands(node))
         child = self._child(node)
-        self.found.add(child, inner)
+        self.child.add(child, inner)
         names = self._operands(node)
         for source in node.all_input_nodes:
             per_rank = self.form[source] == "per_rank"
@@ -349,13 +349,13 @@ class _HuggingFaceLayers:
         own = any(p.ranges is not None for n, p in self.program.parameters.items() if n.startswith(f"{path}."))
         if own and not computes(module):
             kind = module.kind if isinstance(module, Leaf) else module.class_name
-            self.found.modules[inner] = PerRankModule("Norm", kind)
+            self.child.modules[inner] = PerRankModule("Norm", kind)
 
     def _per_rank_inputs(self, node: fx.Node) -> list[bool]:
         return [isinstance(a, fx.Node) and self.form[a] == "per_rank" for a in node.args]
 
     def _child(self, node: fx.Node) -> PerRankChild:
-        """What computes per rank in a split child. Raises RewriterError where the source's own code cannot."""
+        """The modules of a split child that compute per rank. Raises RewriterError where the source's code cannot."""
         path, inputs, needs_parts = str(node.target), self._per_rank_inputs(node), self.form[node] == "per_rank"
         try:
             if has_experts(self.program.modules[path]) and (any(inputs) or needs_parts):
@@ -368,7 +368,7 @@ class _HuggingFaceLayers:
             ) from None
 
     def _wish(self, node: fx.Node) -> str:
-        """What the variable of a value is called where that is free."""
+        """The name of the variable of a value, where that is free."""
         if node.op == "call_module":
             return str(node.target).removeprefix(self.path + ".")
         users = list(node.users)
@@ -394,7 +394,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _stream_labels(program: Program) -> dict[str, str]:
-    """What values of the residual stream are called, by the name of their node: `after_mlp`.
+    """Names of values of the residual stream, by the name of their node: `after_mlp`.
 
     On one device a pass keeps the source's adds, or they are no blocks any more; on ranks, the values of the stream.
     """

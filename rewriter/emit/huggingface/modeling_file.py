@@ -55,7 +55,7 @@ class PrintedKind:
 
 
 class ModelNames:
-    """What the generated classes are called: the source's names with a prefix."""
+    """Names of the generated classes: the source's names with a prefix."""
 
     def __init__(self, source: Source) -> None:
         self.model_type = f"rewriter_{source.model_type}"
@@ -189,7 +189,7 @@ def _widths(widths: Sequence[int]) -> str:
 
 
 def standard_kinds(source: Source) -> list[str]:
-    """What the classes of the source's layers are called as kinds of layers."""
+    """Names of the source's classes of layers as kinds of layers."""
     return [STANDARD if i == 0 else f"{STANDARD}_{i + 1}" for i in range(len(source.layer_classes))]
 
 

@@ -1,6 +1,6 @@
-"""What has to change inside a child of a decoder layer so that it computes every rank on one device.
+"""Changes inside a child of a decoder layer so that it computes every rank on one device.
 
-Little has. Inside a block, what rank r holds of a split value (its heads, its channels) is a part of the full value,
+They are few. Inside a block, what rank r holds of a split value (its heads, its channels) is a part of the full value,
 so all ranks' parts together are the value that the source's own code computes: attention, its cache and activations
 stay as they are. Only the projections at the ends compute per rank: a column-parallel one reads each rank's own input
 for the outputs that the rank holds, a row-parallel one returns each rank's partial sum. `per_rank_child` walks a
@@ -30,7 +30,7 @@ _PROJECTIONS = ("Linear", "Conv1D")
 
 @dataclass(frozen=True)
 class PerRankModule:
-    """How one module computes per rank. `role` is that of a class of the generated file, `kind` the source's class
+    """One module that computes per rank. `role` is that of a class of the generated file, `kind` the source's class
     (empty: it is found when the model is built); `options` are the attributes that it needs, as Python."""
 
     role: Literal["Column", "Row", "TokenColumn", "TokenRow", "Experts", "Norm"]
@@ -62,7 +62,7 @@ class PerRankChild:
 
     def add(self, child: PerRankChild, path: str) -> None:
         """Add what was found of the child at `path`."""
-        self.modules |= {f"{path}.{name}" if name else path: found for name, found in child.modules.items()}
+        self.modules |= {f"{path}.{name}" if name else path: module for name, module in child.modules.items()}
         self.groups |= {f"{path}.{name}" if name else path: count for name, count in child.groups.items()}
 
 
@@ -117,16 +117,16 @@ def per_rank_child(program: Program, path: str, inputs: Sequence[bool], needs_pa
     result = walk.module(program.modules[path], "", [_PER_RANK if differs else _FULL for differs in inputs])
     if needs_parts and result.kind != "partial":
         raise NotPerRank("its output is not a sum of the ranks' parts")
-    return walk.found
+    return walk.child
 
 
 class NotPerRank(Exception):
-    """What else would have to compute per rank."""
+    """Something else would have to compute per rank."""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """What a value is in the source's own code.
+    """Meaning of a value in the source's own code.
 
     full: what it is in the source. per_rank: all ranks' inputs, packed. partial: each rank's part of a sum. heads: the
     source's, but `count` rows of heads, one rank's after the other's, stand in dimension `dim` (-1: packed with the
@@ -145,7 +145,7 @@ class _ProjectionWalk:
     def __init__(self, program: Program, path: str, needs_parts: bool) -> None:
         self.program, self.path, self.needs_parts = program, path, needs_parts
         self.ranks = program.mesh["tp"]
-        self.found = PerRankChild()
+        self.child = PerRankChild()
 
     def module(self, module: Module, prefix: str, inputs: Sequence[_Value]) -> _Value:
         if isinstance(module, Leaf):
@@ -199,14 +199,14 @@ class _ProjectionWalk:
         runs = segments(ranges, size)
         if runs is not None:
             options = (("segments", f"[{', '.join(map(str, runs))}]"),) if len(runs) > 1 else ()
-            self.found.modules[name] = PerRankModule("Column", kind, options)
+            self.child.modules[name] = PerRankModule("Column", kind, options)
             return _FULL
         if any(len(r) != 1 for r in ranges):
             raise NotPerRank(
                 f"{name or self.path} makes outputs of each rank alone beside some that ranks have in common"
             )
         rows = ", ".join(f"({a}, {b})" for ((a, b),) in ranges)
-        self.found.modules[name] = PerRankModule("Column", kind, (("rows", f"[{rows}]"),))
+        self.child.modules[name] = PerRankModule("Column", kind, (("rows", f"[{rows}]"),))
         return _Value("heads", sum(b - a for ((a, b),) in ranges))
 
     def _row(self, leaf: Leaf, name: str, source: _Value) -> _Value:
@@ -222,7 +222,7 @@ class _ProjectionWalk:
             raise NotPerRank(f"the inputs of {name} are not equal runs, one per rank")
         if "bias" in leaf.parameters and not leaf.options.get("bias_share"):
             raise NotPerRank(f"rank 0 alone adds the bias of {name}")
-        self.found.modules[name] = PerRankModule("Row", kind)
+        self.child.modules[name] = PerRankModule("Row", kind)
         return _PARTIAL
 
     def _weight(self, name: str) -> Parameter:
@@ -323,7 +323,7 @@ class _ProjectionWalk:
                 f"ranks hold {states[1].count} key/value heads together, and {body.class_name} has no "
                 "num_key_value_groups to say so"
             )
-        self.found.groups[prefix] = heads // states[1].count
+        self.child.groups[prefix] = heads // states[1].count
         return _FULL
 
 
@@ -401,13 +401,13 @@ def token_child(program: Program, path: str) -> PerRankChild:
     """
     walk = _TokenWalk(program, path)
     walk.module(program.modules[path], "")
-    return walk.found
+    return walk.child
 
 
 class _TokenWalk:
     def __init__(self, program: Program, path: str) -> None:
         self.program, self.path = program, path
-        self.found = PerRankChild(tokens=True)
+        self.child = PerRankChild(tokens=True)
 
     def module(self, module: Module, prefix: str) -> None:
         if isinstance(module, Leaf):
@@ -443,7 +443,7 @@ class _TokenWalk:
             raise NotPerRank(f"the parts of {name} are not equal runs, one per rank")
         if row and "bias" in leaf.parameters and not leaf.options.get("bias_share"):
             raise NotPerRank(f"rank 0 alone adds the bias of {name}")
-        self.found.modules[name] = PerRankModule("TokenRow" if row else "TokenColumn", kind)
+        self.child.modules[name] = PerRankModule("TokenRow" if row else "TokenColumn", kind)
 
     def _experts(self, node: fx.Node, prefix: str) -> None:
         names = [_parameter(n) for n in args_of(node)[3:] if isinstance(n, fx.Node)]
@@ -463,7 +463,7 @@ class _TokenWalk:
                 raise NotPerRank(f"the parts of {inner} are not equal runs")
             parts.append(f'"{name.rpartition(".")[2]}": ({spec.dim}, {len(runs)})')
         home = f"{prefix}.{homes.pop()}" if prefix else homes.pop()
-        self.found.modules[home] = PerRankModule("Experts", "", (("parts", f"{{{', '.join(parts)}}}"),))
+        self.child.modules[home] = PerRankModule("Experts", "", (("parts", f"{{{', '.join(parts)}}}"),))
 
 
 def _parameter(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""What the source's own classes say: the signature of the decoder layer, and where the config is defined."""
+"""Facts that the source's own classes state: the signature of the decoder layer, and where the config is defined."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def layer_arguments(source: Source) -> list[Argument]:
 @functools.cache
 def _most_by_place(module: str) -> int | None:
     """The most arguments that loops of a module pass by place to what they go through; None where none calls it."""
-    found = None
+    most = None
     for loop in ast.walk(ast.parse(inspect.getsource(importlib.import_module(module)))):
         if not isinstance(loop, ast.For):
             continue
@@ -68,19 +68,19 @@ def _most_by_place(module: str) -> int | None:
         for call in ast.walk(loop):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in own:
                 starred = any(isinstance(argument, ast.Starred) for argument in call.args)
-                found = max(found or 0, sys.maxsize if starred else len(call.args))
-    return found
+                most = max(most or 0, sys.maxsize if starred else len(call.args))
+    return most
 
 
 def passed_by_place(source: Source) -> int:
-    """How many arguments the model passes its decoder layers by place; all of them where its code does not show it."""
-    found = [_most_by_place(module) for module in {source.module, source.module_of(source.layer_class)}]
-    known = [count for count in found if count is not None]
+    """Number of arguments that the model passes its layers by place; all where its code does not show it."""
+    counts = [_most_by_place(module) for module in {source.module, source.module_of(source.layer_class)}]
+    known = [count for count in counts if count is not None]
     return min(max(known, default=sys.maxsize), len(source.layer_arguments))
 
 
 def returned_values(source: Source) -> int | None:
-    """How many values the layer's `forward` returns as a tuple; None where it returns the hidden state alone.
+    """Number of values that the layer's `forward` returns as a tuple; None where it returns the hidden state alone.
 
     Raises RewriterError where its code does not show it.
     """

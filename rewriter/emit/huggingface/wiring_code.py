@@ -1,7 +1,7 @@
 """The wiring of a layer as Python: calls of children as the source makes them, arguments as versions name them.
 
 What a layer gives, under its own name, to every child that also gets its `**kwargs`, and to nothing else, stays in
-`**kwargs` under whatever name this version of transformers uses. Where that is not so of the cache, it is taken out of
+`**kwargs` under the name that this version of transformers uses. Where that is not so of the cache, it is taken out of
 `**kwargs` and given to each child under the name that the child has for it; nor is it so of mixers without attention,
 which had other names for it than their layers.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from rewriter.emit.huggingface.source_classes import passed_by_place
 from rewriter.emit.huggingface.verbatim.model import CACHE_NAMES
@@ -63,21 +64,8 @@ def arguments_of(source: Source, calls: Sequence[tuple[PythonCall, bool]], absen
 
 def _uses(call: PythonCall, name: str) -> tuple[int, int]:
     """Number of arguments of its layer that a call is given, and of these the keywords of that name."""
-    count = 0
-
-    def visit(tree: object) -> None:
-        nonlocal count
-        if isinstance(tree, LayerArgument):
-            count += tree.name == name
-        elif isinstance(tree, (tuple, list)):
-            for item in tree:
-                visit(item)
-        elif isinstance(tree, dict):
-            for item in tree.values():
-                visit(item)
-
-    visit((call.args, dict(call.kwargs)))
-    return count, int(call.kwargs.get(name) == LayerArgument(name))
+    given = tree_leaves((call.args, dict(call.kwargs)))
+    return given.count(LayerArgument(name)), int(call.kwargs.get(name) == LayerArgument(name))
 
 
 class WiringPrinter(NodePrinter):
@@ -130,15 +118,15 @@ def operands(node: fx.Node) -> list[fx.Node]:
     call = marks(node).python
     if call is None:
         return list(node.all_input_nodes)
-    found: list[fx.Node] = []
+    named: list[fx.Node] = []
 
     def note(value: Any) -> str | None:
         if isinstance(value, ChildInput):
-            found.append(_argument(node, value))
+            named.append(_argument(node, value))
         return "" if isinstance(value, (ChildInput, LayerArgument)) else None
 
     literal((call.args, call.kwargs), note)
-    return found
+    return named
 
 
 def _argument(node: fx.Node, place: ChildInput) -> fx.Node:

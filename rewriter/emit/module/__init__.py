@@ -1,6 +1,6 @@
 """Program → runtime/<mesh>/module.py: the sharded model as code that a person reviews.
 
-One class per distinct body and per distinct layer, alike layers in one loop. Needs torch and `rewriter.runtime` only.
+One class per distinct body and per distinct layer, equal layers in one loop. Needs torch and `rewriter.runtime` only.
 """
 
 from __future__ import annotations
@@ -133,16 +133,16 @@ class _Emitter:
 
     def _in_fp32(self) -> dict[str, tuple[str, ...]]:
         """Parameters that are fp32 in a model of another dtype, by that dtype; * stands for the number of a layer."""
-        found = {}
+        by_dtype = {}
         for dtype in ("BF16", "F16"):
             names = [name for name in self.program.parameters if kept_in_fp32(self.program, dtype, name)]
             if names:
                 alike = {re.sub(r"\.\d+\.", ".*.", name): None for name in names}
-                found[TORCH_DTYPES[dtype]] = tuple(alike)
-        return found
+                by_dtype[TORCH_DTYPES[dtype]] = tuple(alike)
+        return by_dtype
 
     def _list(self, layers: list[RuntimeLayer]) -> list[str]:
-        """The layers, runs of alike ones as comprehensions."""
+        """The layers, runs of equal ones as comprehensions."""
         lines, i = ["            ["], 0
         step = self._slot_step(layers)
         for _, run in itertools.groupby(layers, key=lambda layer: layer.cls):
@@ -157,10 +157,10 @@ class _Emitter:
 
     def _slot_step(self, layers: list[RuntimeLayer]) -> int | None:
         """Slots per layer when layer i begins at slot i · step; None when layers differ."""
-        found = [re.search(r"slot=(\d+)", layer.construct) for layer in layers]
-        if any(m is None for m in found):
+        slots = [re.search(r"slot=(\d+)", layer.construct) for layer in layers]
+        if any(m is None for m in slots):
             return None
-        numbers = [int(m.group(1)) for m in found if m]
+        numbers = [int(m.group(1)) for m in slots if m]
         step = numbers[1] if len(numbers) > 1 else 1
         return step if numbers == [i * step for i in range(len(numbers))] else None
 

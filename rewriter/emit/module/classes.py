@@ -163,7 +163,7 @@ def tensor_literal(name: str, value: torch.Tensor) -> str:
         raise RewriterError(
             f"constant {name} has {value.numel()} elements, more than {MAX_BUFFER}: it cannot be printed"
         )
-    numbers = re.sub(r"-?\b(?:inf|nan)\b", lambda found: f'float("{found[0]}")', repr(value.tolist()))
+    numbers = re.sub(r"-?\b(?:inf|nan)\b", lambda match: f'float("{match[0]}")', repr(value.tolist()))
     return f"torch.tensor({numbers}, dtype={value.dtype})"
 
 
@@ -181,7 +181,7 @@ def leaf_needs_group(leaf: Leaf) -> bool:
 
 
 def leaf_constructor(leaf: Leaf) -> str:
-    """How an emitted file builds a leaf; the group is called `tp`.
+    """The expression by which an emitted file builds a leaf; the group is called `tp`.
 
     `entered` leaves are replicated, and each rank has another input.
     """

@@ -260,7 +260,7 @@ class RuntimeLayerPrinter:
 
 
 def _place(layers: Sequence[int], families: Sequence[str]) -> str:
-    """Where layers stand among those that are wired alike: "First", "Last", "Drained" after a ladder, or nowhere."""
+    """The place of layers among those of the same wiring: "First", "Last", "Drained" after a ladder, or none."""
     if all(i == 0 or families[i] != families[i - 1] for i in layers):
         drained = all(i > 0 and "Ladder" in families[i - 1] and "Ladder" not in families[i] for i in layers)
         return "Drained" if drained else "First"
@@ -280,7 +280,7 @@ def _is_glue(node: fx.Node) -> bool:
 
 def cache_slots(children: Mapping[str, Module]) -> list[str]:
     """The cache entries of a layer's attention calls, as constructor expressions, in order."""
-    found = []
+    slots = []
     for child in children.values():
         for node in child.graph.nodes if isinstance(child, Body) else ():
             if node.target is ops.attention:
@@ -288,8 +288,8 @@ def cache_slots(children: Mapping[str, Module]) -> list[str]:
                 heads = marks(node).local_kv_heads or reduced_shape(k)[1]
                 mask = node.kwargs["mask"]
                 window = f", window={mask.cached}" if mask.cached is not None else ""
-                found.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
-    return found
+                slots.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
+    return slots
 
 
 # --- the cut into layers and segments
@@ -348,7 +348,7 @@ def outline(graph: fx.Graph, num_layers: int) -> Outline:
 def with_values_in_flight(cut: Outline) -> Outline:
     """The same outline, with values that only pass a layer by made its inputs and outputs.
 
-    A loop over alike layers then sees the same number of values in flight before and after each.
+    A loop over equal layers then sees the same number of values in flight before and after each.
     """
     last = {n: i for i, r in enumerate(cut.layers) for n in r.inputs}
     last |= {n: len(cut.layers) for node in cut.after for n in node.all_input_nodes}

@@ -1,4 +1,4 @@
-"""What wiring values are called in an emitted module: names that say what a value is, equal for alike layers.
+"""Names of wiring values in an emitted module: they say what a value is, the same for equal layers.
 
 x           the residual stream, equal on all ranks (x_before: as it was some blocks earlier)
 x_own       this rank's own residual: the stream plus what this rank alone added to it
@@ -31,7 +31,7 @@ class Roles:
         self.program, self.local = program, local
 
     def of(self, node: fx.Node) -> str:
-        """What `node` is called in a layer."""
+        """The name of `node` in a layer."""
         if marks(node).role is not None:
             return str(marks(node).role)
         if in_stream(node) or marks(node).reads is not None:

@@ -248,6 +248,11 @@ def test_a_recipe_written_out_holds_its_overrides() -> None:
     assert {"pass": "ladder", "layers": [1, 5]} in recipe.to_dict()["passes"]
 
 
+def test_a_notebook_shows_the_passes_with_their_options() -> None:
+    shown = Recipe.load("ladder").with_overrides({"ladder.layers": "last:2"})._repr_html_()
+    assert "<td><b>ladder</b></td><td>layers: last:2</td>" in shown
+
+
 # Faults
 
 

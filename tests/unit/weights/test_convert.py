@@ -19,7 +19,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights import shards as shards_module
 from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
-from rewriter.weights.finite import file_pieces
+from rewriter.weights.finite import checked_pieces
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -261,7 +261,7 @@ def test_a_plan_that_does_not_fit_writes_nothing(
 
 def test_a_source_that_shrinks_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(17 << 20))
-    pieces = file_pieces(tmp_path / "a")
+    pieces = checked_pieces(tmp_path / "a", None, [])
     next(pieces)
     os.truncate(tmp_path / "a", 1000)
     with pytest.raises(RewriterError, match=r"a: it became shorter"):

@@ -14,9 +14,10 @@ import zoo
 
 from rewriter import api
 from rewriter.common.errors import RewriterError
+from rewriter.convert.save_options import SaveOptions
 from rewriter.weights import Checkpoint
 from rewriter.weights import early_copies as module
-from rewriter.weights.early_copies import EarlyCopies, begun_copies, kept_copies
+from rewriter.weights.early_copies import EarlyCopies, begun_copies
 from rewriter.weights.header import encode_header
 
 SIZE = (17 << 20) + 4096 + 24  # of the data: more than a piece
@@ -76,26 +77,17 @@ def test_a_source_that_shrinks_is_named(checkpoint: Checkpoint, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"resume": True}, {"dry_run": True}, {"materialize": True}])
-def test_copies_do_not_begin_where_others_are_written(
-    checkpoint: Checkpoint, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    with begun_copies(tmp_path / "model", out=tmp_path / "out", **options) as early:
-        assert early is None
+def test_copies_do_not_begin_where_others_are_written(options: dict[str, Any]) -> None:
+    assert SaveOptions().copies_files
+    assert not SaveOptions(**options).copies_files
 
 
 def test_copies_do_not_begin_without_room(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rewriter.weights.early_copies.available", lambda _: SIZE // 2)
-    with begun_copies(tmp_path / "model", out=tmp_path / "out") as early:
+    with begun_copies(tmp_path / "model", tmp_path / "out", link=False) as early:
         assert early is None
-
-
-def test_copies_end_where_the_plan_holds_others(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    with EarlyCopies(checkpoint, tmp_path) as early:
-        assert kept_copies(early, [(checkpoint.files[0], "model.safetensors")]) is early
-        assert kept_copies(early, []) is None
-        assert early.nbytes() == 0
 
 
 # A conversion
@@ -114,6 +106,10 @@ def test_a_conversion_takes_them(source: Path, tmp_path: Path, monkeypatch: pyte
     api.convert(source, "ladder", out=tmp_path / "out", tp=2, options=api.SaveOptions(verify="none"))
     assert [from_.name for from_, _ in taken] == ["model.safetensors"]
     api.verify(tmp_path / "out")
+    other = {"desync.untie_norms": True, "permute.ranks": {}}  # other weights than the source's are written
+    api.convert(source, "desync-2x", out=tmp_path / "other", tp=2, set=other, options=api.SaveOptions(verify="none"))
+    assert len(taken) == 1
+    api.verify(tmp_path / "other")
 
 
 def test_without_files_that_have_no_name_it_copies_as_ever(
@@ -123,7 +119,8 @@ def test_without_files_that_have_no_name_it_copies_as_ever(
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), directory)
 
     monkeypatch.setattr("rewriter.weights.early_copies.unnamed", refuse)
-    assert EarlyCopies.begin(source, tmp_path / "out", link=False) is None
+    with begun_copies(source, tmp_path / "out", link=False) as early:
+        assert early is None
     api.convert(source, "ladder", out=tmp_path / "out", tp=2, options=api.SaveOptions(verify="none"))
     api.verify(tmp_path / "out")
 

@@ -43,7 +43,7 @@ from rewriter.weights.expressions import (
 from rewriter.weights.plain_model import PlainTensors, plain_model
 from rewriter.weights.references import RankWeights
 
-FAST = ("fp8-blocks", "mxfp4", "awq", "gptq-act-order")
+FAST = ("fp8-blocks", "mxfp4", "awq")
 KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MAKERS]
 Made = dict[str, tuple[Path, dict[str, torch.Tensor]]]
 

@@ -25,11 +25,10 @@ from rewriter.weights.expressions import Concat, Expression, Reference, Slice, S
 from rewriter.weights.references import RankWeights, decoded, encoded, references_text
 
 RECIPES = {
-    "llama": ["tensor-parallel", "ladder-own-partial", "desync-2x-sum", "parallel"],
+    "llama": ["desync-2x-sum"],
     "gpt2": ["desync-2x-sum"],  # Conv1D, and three projections in one tensor
     "gpt_neox": ["ladder-own-partial"],  # queries, keys and values of each head in one tensor
-    "mixtral": ["tensor-parallel", "desync-2x"],  # experts stored one by one
-    "gemma2": ["ladder"],
+    "mixtral": ["tensor-parallel"],  # experts stored one by one
 }
 
 

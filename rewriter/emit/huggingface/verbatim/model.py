@@ -1,4 +1,4 @@
-"""What every generated Hugging Face file holds: the model's classes, and how their layers are rewired."""
+"""Contents of every generated Hugging Face file: the model's classes, and how their layers are rewired."""
 
 import inspect
 
@@ -124,5 +124,5 @@ def name_caches(layer):
     layer.cache_names = {}
     for path, module in layer.named_modules():
         signatures = (inspect.signature(type(inside).forward).parameters for inside in module.modules())
-        found = (name for names in signatures for name in CACHE_NAMES if name in names)
-        layer.cache_names[path] = next(found, CACHE_NAMES[0])  # one that takes no cache may take any argument
+        own = (name for names in signatures for name in CACHE_NAMES if name in names)
+        layer.cache_names[path] = next(own, CACHE_NAMES[0])  # one that takes no cache may take any argument

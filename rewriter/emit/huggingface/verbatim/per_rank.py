@@ -1,4 +1,4 @@
-"""What a generated file of a model that is bound to its ranks also holds: packing, and modules that compute per rank.
+"""Further contents of a generated file of a model that is bound to its ranks: packing, modules that compute per rank.
 
 B: batch, S: tokens, D: hidden size. A value that differs by rank is [B, S, RANKS, D], any other [B, S, D].
 """
@@ -13,7 +13,7 @@ LAYER_CLASSES = {}
 
 
 def unpack(states, widths):
-    """What the layer before packed: [B, S, sum(widths) * D] as one [B, S, D], or [B, S, RANKS, D], per width."""
+    """The values that were packed: [B, S, sum(widths) * D] as one [B, S, D], or [B, S, RANKS, D], per width."""
     size = states.shape[-1] // sum(widths)
     values = states.split([width * size for width in widths], dim=-1)
     return [

@@ -1,6 +1,6 @@
-"""What generated files end with: the source's layers have to be those that the file was made for.
+"""The end of generated files: the source's layers have to be those that the file was made for.
 
-A version of transformers that is not known to have them is tried: its model is run, small and with random weights,
+Another version of transformers than the file was made with is tried: its model is run, small and with random weights,
 beside the same model with layers as they were read.
 """
 
@@ -16,31 +16,31 @@ from transformers import __version__ as transformers_version
 from rewriter.emit.huggingface.verbatim.model import name_caches
 from rewriter.emit.huggingface.verbatim.per_rank import RANKS, output_rows, use_per_rank_modules
 
-MADE_FOR = VERSIONS = UNTRIED = ""
+MADE_FOR = MADE_WITH = ""
 SMALL = {}
 TRACED = BOUND = ()
 
 
 def check_source():
-    """Try a version of transformers that is not in VERSIONS: warn if it computes the same, raise ImportError if not."""
-    if transformers_version in VERSIONS.split(", "):
+    """Try another version of transformers than MADE_WITH: warn if it computes the same, raise ImportError if not."""
+    if transformers_version == MADE_WITH:
         return
-    text = (
-        f"transformers {transformers_version} is not known to have the {MADE_FOR} that this file was generated for. "
-        f"Versions known to have it: {VERSIONS}. "
-    )
+    text = f"This file was generated for the {MADE_FOR} of transformers {MADE_WITH}, not of {transformers_version}. "
     changed = difference()
     if changed is None:
         text += "On random weights it computes the same. `rewrite refresh DIR` writes the file for it."
         warnings.warn(text, stacklevel=2)
         return
-    text += f"{changed}Install one of them, or write the file for this version: `rewrite refresh DIR`."
-    raise ImportError(text)
+    raise ImportError(f"{text}{changed}Install {MADE_WITH}, or write the file for this one: `rewrite refresh DIR`.")
 
 
-def unknown_difference():
-    """The reason why the installed model is not compared with the traced layers."""
-    return f"Whether it computes the same cannot be tried ({UNTRIED}). "
+def check_untried():
+    """Warn of another version of transformers than MADE_WITH, which cannot be tried."""
+    if transformers_version != MADE_WITH:
+        text = (
+            f"This file was generated for the {MADE_FOR} of transformers {MADE_WITH}, not of {transformers_version}. "
+        )
+        warnings.warn(f"{text}Install {MADE_WITH}, or compare it: `rewrite verify DIR`.", stacklevel=2)
 
 
 def difference():
@@ -75,7 +75,7 @@ def logits_of(model, ids):
 
 
 def ranks_differ(model, ids):
-    """Which child of a layer does not compute the source's output as the sum of all ranks' parts; None for none.
+    """A sentence on the child of a layer whose output is not the sum of all ranks' parts; None where there is none.
 
     `BOUND` are layers of the model and classes of layers that compute per rank, whose children are tried in them.
     """
@@ -102,7 +102,7 @@ def ranks_differ(model, ids):
 
 
 def ranks_add_up(child, call):
-    """Whether the ranks' parts that a child computes are, in sum, the output of the source's call."""
+    """True if the ranks' parts that a child computes are, in sum, the output of the source's call."""
     roles = {base.__name__ for module in child.modules() for base in type(module).__mro__}
     tokens = roles & {"PerRankTokenColumn", "PerRankTokenRow", "PerRankExperts"}
     if not (tokens or roles & {"PerRankColumn", "PerRankRow"}) or isinstance(child, torch.nn.Linear):
@@ -119,7 +119,7 @@ def ranks_add_up(child, call):
         swapped = outputs(torch.clone, torch.neg) + outputs(torch.neg, torch.clone)
         same = [(parts[:, :, 0], expected), (swapped, parts + outputs(torch.neg, torch.neg))]
     limit = 1e-4 * float(expected.abs().max())
-    return all(torch.allclose(found, wanted, 1e-4, limit) for found, wanted in same)
+    return all(torch.allclose(computed, wanted, 1e-4, limit) for computed, wanted in same)
 
 
 def ranks_outputs(child, call, tokens, column, first, others):
@@ -132,11 +132,11 @@ def ranks_outputs(child, call, tokens, column, first, others):
         own = [first(value), *[others(value)] * (RANKS - 1)]
         return torch.stack(own, 2).flatten(1, 2) if tokens else torch.cat(own, -1) if column else value
 
-    found = child(*map(given, args), **{name: given(value) for name, value in kwargs.items()})
-    found = found[0] if isinstance(found, tuple) else found
+    output = child(*map(given, args), **{name: given(value) for name, value in kwargs.items()})
+    output = output[0] if isinstance(output, tuple) else output
     if tokens:
-        return found.unflatten(1, (-1, RANKS))
-    return found if found.dim() > expected.dim() else found.unsqueeze(2)
+        return output.unflatten(1, (-1, RANKS))
+    return output if output.dim() > expected.dim() else output.unsqueeze(2)
 
 
 def note_call(calls, place, child, args, kwargs, output):
