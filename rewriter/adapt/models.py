@@ -5,21 +5,26 @@ What the forward of a Hugging Face model allows is measured, since no attribute 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.runtime.context import Context
 from rewriter.runtime.module import LocalLogits, RuntimeModel
+from rewriter.tracing.meta_model import find_layers
+from rewriter.weights.finite import require_finite
+from rewriter.weights.plain_model import PlainTensors, plain_model
 
 Batch = Mapping[str, Tensor]
 """input_ids, labels, position_ids, segment_ids: int64 [B, S]."""
@@ -80,37 +85,22 @@ class HuggingFaceModel:
 
 
 class Head:
-    """Logits [1, N, V] of states [1, N, D]: the forward of a causal LM of transformers, with its body's output given.
-    `weights`: the parameters to train that it uses."""
+    """Logits [1, N, V] of states [1, N, D]: a causal LM of transformers that is given its body's output."""
 
     def __init__(self, model: Any, output: Any) -> None:
         self.model, self.output = model, {name: value for name, value in output.items() if name in _KEPT}
         self.kind = type(output)
-        embeddings = model.get_output_embeddings()
-        self.vocabulary = int(embeddings.weight.shape[0])
-        inside = {id(p) for p in model.base_model.parameters()} - {id(p) for p in embeddings.parameters()}
-        self.weights = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
+        self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
 
     def __call__(self, states_1ND: Tensor) -> Tensor:
         ids = torch.zeros(states_1ND.shape[:2], dtype=torch.int64, device=states_1ND.device)
-        with giving([self.model.base_model], self.kind(**self.output | {"last_hidden_state": states_1ND})):
+        given, body = self.kind(**self.output | {"last_hidden_state": states_1ND}), self.model.base_model
+        with mock.patch.object(body, "forward", lambda *args, **kwargs: given):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits
 
 
 _KEPT = ("router_logits",)  # what else a forward may ask of the body's output
-
-
-@contextlib.contextmanager
-def giving(modules: Sequence[nn.Module], output: Any) -> Iterator[None]:
-    """While the block runs, each of `modules` returns `output`, and computes nothing."""
-    for module in modules:
-        module.__dict__["forward"] = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.__dict__["forward"]
 
 
 @torch.no_grad()
@@ -215,3 +205,53 @@ def _as_alone(model: Any, ids_S: Tensor, packed_SV: Tensor) -> bool:
     errors = (packed_SV.float() - alone_SV.float()).norm(dim=-1) / alone_SV.float().norm(dim=-1)
     # The median: rounding may send a token to another expert, which changes its logits altogether.
     return statistics.median(errors.tolist()) <= torch.finfo(alone_SV.dtype).eps ** 0.5
+
+
+def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+    """The Hugging Face model in a directory, in fp32 on `device`. Raises RewriterError where a weight is not finite."""
+    if not PlainTensors(directory).loadable:
+        return plain_model(directory, trust_remote_code)[0].to(device)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config._attn_implementation = None  # one that a config names may not be installed here
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        directory, config=config, trust_remote_code=trust_remote_code, dtype=torch.float32
+    )
+    require_finite(model.named_parameters(), str(directory))
+    return model.to(device)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """`model`, in eval mode, with no parameter to train."""
+    return model.eval().requires_grad_(False)
+
+
+def freeze_unchanged(student: nn.Module) -> None:
+    """Freeze the layers below the first rewritten one, the embeddings, and a head that is tied to them.
+
+    A layer of a class of transformers is unchanged; the classes of rewritten ones are elsewhere. A model without a
+    rewritten layer is trained whole.
+    """
+    layers = list(find_layers(base_of(student))[1])
+    rewritten = (i for i, layer in enumerate(layers) if type(layer).__module__.partition(".")[0] != "transformers")
+    below = next(rewritten, None)
+    if below is not None:
+        for part in (*layers[:below], base_of(student).get_input_embeddings()):
+            part.requires_grad_(False)
+
+
+def share_frozen(student: nn.Module, teacher: nn.Module) -> None:
+    """Let the teacher read the student's frozen parameters where the two are equal: they are in memory once.
+
+    Names are equal, because a rewritten model keeps its source's; those below adapters stand a level deeper.
+    """
+    parameters = base_of(student).named_parameters()
+    held = {name.replace(".base_layer.", "."): p for name, p in parameters if not p.requires_grad}
+    same = {
+        id(parameter): held[name]
+        for name, parameter in teacher.named_parameters()
+        if name in held and held[name].dtype == parameter.dtype and torch.equal(held[name].cpu(), parameter.cpu())
+    }
+    for part in teacher.modules():  # those that are tied, too
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in same:
+                part._parameters[leaf] = same[id(parameter)]

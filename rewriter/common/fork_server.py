@@ -1,23 +1,18 @@
 """Processes forked from multiprocessing's fork server, which imports torch and transformers once: an import takes
 seconds, a fork milliseconds. This module imports neither.
 
-    start_early()             # a command that has not imported torch yet forks the server from itself
-    process = fork(["-m", "package.module", "argument"], variables, log)
-
 What the imports read from the environment is the server's: `OMP_NUM_THREADS` is set again in the forked process.
 """
 
 from __future__ import annotations
 
-import importlib
-import itertools
 import os
 import runpy
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess, current_process, parent_process
 from pathlib import Path
@@ -41,35 +36,17 @@ def available() -> bool:
 
 
 def start_early() -> None:
-    """Import what the server preloads, which the caller needs as well, and fork the server from this process.
-
-    A process that has torch already may have threads, which a fork loses: nothing is done then, and the server is
-    started from nothing when it is needed.
-    """
-    if "torch" in sys.modules or not available():
-        return
-    from multiprocessing import forkserver, resource_tracker, util
-    from unittest import mock
-
-    for name in _PRELOADED:
-        importlib.import_module(name)
-    resource_tracker.ensure_running()
-    with mock.patch.object(util, "spawnv_passfds", _fork_python), warnings.catch_warnings():
-        # BLAS libraries have threads by now, and end them before a fork
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    """Start the server, which imports while the caller does; without this, the first `fork` starts it."""
+    if available():
+        _context()
         forkserver.ensure_running()
 
 
-def _fork_python(_: object, words: Sequence[str], passed: Sequence[int]) -> int:
-    """Forks what multiprocessing would start as `python … -c CODE`, with the `passed` file descriptors open in it."""
-    if pid := os.fork():
-        return pid
-    try:
-        for low, high in itertools.pairwise([2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]):
-            os.closerange(low + 1, high)
-        exec(words[-1], {})
-    finally:
-        os._exit(0)
+def _context() -> ForkServerContext:
+    context = ForkServerContext()
+    if getattr(forkserver._forkserver, "_preload_modules", None) == ["__main__"]:  # a program may have set its own
+        context.set_forkserver_preload(list(_PRELOADED))
+    return context
 
 
 def fork(words: Sequence[str], variables: Mapping[str, str], log: Path) -> BaseProcess:
@@ -89,15 +66,6 @@ def exit_code(process: BaseProcess) -> int | None:
     """Minus the signal that ended it; None while it runs."""
     with _lock:
         return process.exitcode
-
-
-def _context() -> ForkServerContext:
-    from multiprocessing.forkserver import _forkserver
-
-    context = ForkServerContext()
-    if getattr(_forkserver, "_preload_modules", None) == ["__main__"]:  # else the program has set its own, which stay
-        context.set_forkserver_preload(list(_PRELOADED))
-    return context
 
 
 def _run(words: list[str], variables: dict[str, str], log: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -27,8 +28,8 @@ from typing import Any, Self
 
 from rewriter.common import fork_server
 from rewriter.common.errors import RewriterError
-from rewriter.common.scratch import scratch_folder
-from rewriter.common.version import PACKAGE_PARENT
+from rewriter.common.files import replace_text, scratch_folder
+from rewriter.common.packages import PACKAGE_PARENT
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 EMULATED = "REWRITER_EMULATE"  # what is emulated, see rewriter.emulation.config
@@ -69,7 +70,7 @@ def place(rank: int, world: int, port: int, local: int | None = None, locals: in
 
 
 def placed(ranks: int) -> Callable[[int], dict[str, str]]:
-    """By rank its `environment` in a world of `ranks` on this machine, as torchrun gives it."""
+    """Function of a rank: its `environment` in a world of `ranks` on this machine, as torchrun gives it."""
     port = free_port()
     return lambda rank: environment(ranks, **place(rank, ranks, port))
 
@@ -131,31 +132,37 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         # a second Ctrl-C leaves no process behind
         with _handling(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)):
-            self._stop()
+            for end, seconds in (("terminate", self._grace), ("kill", math.inf)):
+                for process in self._running():
+                    getattr(process, end)()
+                limit = time.monotonic() + seconds
+                while self._running() and time.monotonic() < limit:
+                    time.sleep(_POLL_SECONDS)
             self._stack.close()
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], **options: Any) -> Any:
         """Start `command` with these variables as its environment; `options` are further ones of Popen."""
-        options = {"env": {**variables, _REPORT: self._report(name)}, **options}
-        if not self._logged:
-            process = subprocess.Popen(command, **options)
-        else:
-            with self._log(name).open("wb") as log:
-                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                process = subprocess.Popen(command, **{**streams, **options})
-        self._processes[name] = process
+        with ExitStack() as stack:
+            if self._logged:
+                log = stack.enter_context(self._log(name).open("wb"))
+                options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, **options}
+            options = {"env": {**variables, _REPORT: self._report(name)}, **options}
+            process = self._processes[name] = subprocess.Popen(command, **options)
         return process
 
     def fork(self, name: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start `python WORDS…` ("-m MODULE …" or "-P SCRIPT …") from the fork server, where there is one."""
         if fork_server.available():
-            report = {_REPORT: self._report(name)}
-            self._processes[name] = fork_server.fork(words, {**variables, **report}, self._log(name))
+            variables = {**variables, _REPORT: self._report(name)}
+            self._processes[name] = fork_server.fork(words, variables, self._log(name))
         else:
             self.start(name, [sys.executable, *words], variables)
 
     def _report(self, name: str) -> str:
         return f"{os.getpid()}:{name}:{self.scratch / name}.failed"
+
+    def _log(self, name: str) -> Path:
+        return self.scratch / f"{name}.log"
 
     def wait(
         self, timeout: float | None = None, but: Sequence[str] = (), tick: Callable[[], None] = lambda: None
@@ -165,9 +172,9 @@ class Processes:
         Those named `but` serve the others: nobody waits for their end, and for one to end is a failure. `tick` is
         called every 0.02 s meanwhile.
         """
-        limit = float("inf") if timeout is None else time.monotonic() + timeout
+        limit = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            codes = {name: _exit_code(process) for name, process in self._processes.items()}
+            codes = self._codes()
             for name, code in codes.items():
                 if code or (code == 0 and name in but):
                     return self.failure(name, code)
@@ -180,13 +187,13 @@ class Processes:
             time.sleep(_POLL_SECONDS)
 
     def failure(self, name: str, code: int | None) -> Failure:
-        """Why process `name` failed, or the one that reported a failure before it, or was killed.
+        """Failure of process `name`, or of the one that reported one before it, or was killed.
 
         Who is killed reports nothing, and what the others report is that it is gone. An abort may follow from that too.
         """
-        reports = [json.loads(path.read_text(encoding="utf-8")) for path in self.scratch.glob("*.failed")]
-        codes = {other: _exit_code(process) or 0 for other, process in self._processes.items()}
+        codes = {other: status or 0 for other, status in self._codes().items()}
         killed = [other for other, status in codes.items() if status < 0 and status != -signal.SIGABRT]
+        reports = [json.loads(path.read_text(encoding="utf-8")) for path in self.scratch.glob("*.failed")]
         if killed and code is not None:
             name, code = killed[0], codes[killed[0]]
         elif reports and code is not None:
@@ -194,24 +201,12 @@ class Processes:
             name = first["name"]
             return Failure(name, codes[name] or code, first["line"], first["message"], first["details"])
         output = self._log(name).read_text(encoding="utf-8", errors="replace") if self._logged else ""
-        lines = [line for line in output.splitlines() if line.strip()]
+        lines = [line for line in output.splitlines() if line.strip()] or ["it printed nothing"]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-        line = (errors or lines or ["it printed nothing"])[0 if errors else -1].strip()
-        return Failure(name, code, line[:600], None, "\n".join(lines[-30:]) or "it printed nothing")
+        return Failure(name, code, (errors[:1] or lines[-1:])[0].strip()[:600], None, "\n".join(lines[-30:]))
 
-    def _log(self, name: str) -> Path:
-        return self.scratch / f"{name}.log"
-
-    def _stop(self) -> None:
-        for process in self._running():
-            process.terminate()
-        limit = time.monotonic() + self._grace
-        while self._running() and time.monotonic() < limit:
-            time.sleep(_POLL_SECONDS)
-        for process in self._running():
-            process.kill()
-        while self._running():
-            time.sleep(_POLL_SECONDS)
+    def _codes(self) -> dict[str, int | None]:
+        return {name: _exit_code(process) for name, process in self._processes.items()}
 
     def _running(self) -> list[subprocess.Popen[bytes] | BaseProcess]:
         return [process for process in self._processes.values() if _exit_code(process) is None]
@@ -315,7 +310,7 @@ def _watch(parent: int) -> None:
 
 
 def report(line: str, message: str | None, details: str = "") -> bool:
-    """Hand the reason of a failure to the parent, if that is a `Processes`; whether it is."""
+    """Hand the reason of a failure to the parent, if that is a `Processes`: True if it is."""
     if _report_file is None:
         return False
     name, file = _report_file
@@ -325,10 +320,8 @@ def report(line: str, message: str | None, details: str = "") -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """At once, so that a reader never sees half of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(path)
+    """Write `content` as JSON, at once, so that a reader never sees half of it."""
+    replace_text(path, json.dumps(content))
 
 
 @contextmanager

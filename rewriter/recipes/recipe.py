@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
-from rewriter.common.errors import RewriterError, shortened
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean, shortened
 from rewriter.common.yaml_documents import Document, Location, Problem, read, read_file
 from rewriter.recipes import catalogue
 from rewriter.recipes.pass_options import PassSpec, Strict, instances

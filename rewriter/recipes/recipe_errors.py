@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from rewriter.common.suggestions import did_you_mean, nearest
+from rewriter.common.errors import did_you_mean, nearest
 from rewriter.common.yaml_documents import Document, Location, Problem
 
 

@@ -26,8 +26,7 @@ from rewriter.convert.conversion import save
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
-from rewriter.measure.affinity import affinity, measurable, reordered
-from rewriter.measure.unit_assignment import assign_units
+from rewriter.measure.affinity import affinity, assign_units, measurable, reordered
 from rewriter.passes import permute as permute_module
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.permute import Permute, inverse, moved_units, order_of

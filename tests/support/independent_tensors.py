@@ -26,9 +26,8 @@ from transformers.core_model_loading import WeightRenaming, revert_weight_conver
 
 import rewriter as rw
 from rewriter.check.coverage.configs import small_config
-from rewriter.check.eager_blocks import ladder_reference
 from rewriter.check.random_model import EAGER, build_model, random_ids
-from rewriter.check.stream_hooks import decoder_layers
+from rewriter.check.stream_hooks import decoder_layers, ladder_reference
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program

@@ -24,15 +24,13 @@ from transformers.utils import logging as hf_logging
 
 from rewriter.check.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
 from rewriter.check.coverage.configs import small_config
-from rewriter.check.coverage.coverage_row import CHECKS, VARIANT_CHECKS, Coverage, explain
-from rewriter.check.coverage.variants import candidates, changes_forward
-from rewriter.check.eager_blocks import ladder_reference
+from rewriter.check.coverage.report import CHECKS, Coverage, explain
 from rewriter.check.random_model import EAGER, build_model, random_ids, randomize
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.check.shrunken_check import apply_passes, test_lengths
-from rewriter.check.stream_hooks import decoder_layers
+from rewriter.check.stream_hooks import decoder_layers, ladder_reference
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.common.scratch import scratch_folder
+from rewriter.common.files import scratch_folder
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program, ops
@@ -46,13 +44,11 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 
 
-def check_with_variants(model_type: str) -> Coverage:
-    """As `check`, and each switch of the type's config that changes its forward: several times as long."""
-    return check(model_type, variants=True)
+def check(model_type: str, then: Callable[[Subject], None] = lambda subject: None) -> Coverage:
+    """Everything about one type; `then` is called with what was checked, unless it neither builds nor traces.
 
-
-def check(model_type: str, variants: bool = False) -> Coverage:
-    """Everything about one type. Raises nothing that a model or a rewrite may cause: that is in the result."""
+    Raises nothing that a model or a rewrite may cause: that is in the result.
+    """
     result = Coverage(model_type)
     begin = time.perf_counter()
     hf_logging.set_verbosity_error()
@@ -60,12 +56,11 @@ def check(model_type: str, variants: bool = False) -> Coverage:
     with (
         scratch_folder("coverage") as scratch,
         torch.no_grad(),
-        contextlib.suppress(_Stopped),
+        contextlib.suppress(Stopped),
     ):
-        subject = _Subject(result, scratch)
+        subject = Subject(result, scratch)
         subject.run()
-        if variants:
-            subject.run_variants()
+        then(subject)
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
 
@@ -74,11 +69,11 @@ _Reference = Callable[[torch.Tensor], torch.Tensor]
 """Logits [rows, tokens, vocabulary] of tokens [rows, tokens]."""
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """Without this check there is nothing to compare in those that follow."""
 
 
-class _Subject:
+class Subject:
     """One small model, its program, and what its logits must be."""
 
     def __init__(self, result: Coverage, scratch: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -115,24 +110,6 @@ class _Subject:
             if not getattr(self.result, name):  # what is not tried has the reason that the ladder has
                 self.result.reasons.setdefault(name, self.result.reasons.get("ladder", ""))
 
-    def run_variants(self) -> None:
-        """Each switch that changes the forward, thrown: the checks of `VARIANT_CHECKS` that hold for the default."""
-        for number, (name, value) in enumerate(candidates(self.config, self.model)):
-            try:
-                if not changes_forward(self.model, small_config(self.result.type, {name: value})):
-                    continue
-            except Exception:  # transformers itself cannot do that
-                continue
-            found = Coverage(self.result.type)
-            scratch = self.scratch / f"variant{number}"
-            with contextlib.suppress(_Stopped):
-                _Subject(found, scratch, {name: value}).run(VARIANT_CHECKS)
-            shutil.rmtree(scratch, ignore_errors=True)
-            lacking = [n for n in VARIANT_CHECKS if getattr(self.result, n) and not getattr(found, n)]
-            label = f"{name}={value}"
-            self.result.variants[label] = (found.reason or "") if lacking else ""
-            self.result.wrong += [f"{label}: {n}" for n in found.wrong]
-
     @contextlib.contextmanager
     def _check(self, name: str, *, needed: bool = False) -> Iterator[None]:
         """Note whether the block ran through. What stops one that is `needed` stops those that follow, too."""
@@ -143,7 +120,7 @@ class _Subject:
             if isinstance(error, VerificationError):
                 self.result.wrong.append(name)
             if needed:
-                raise _Stopped from error
+                raise Stopped from error
         else:
             setattr(self.result, name, True)
 
@@ -172,7 +149,7 @@ class _Subject:
         return loaded.eval()
 
     def _logits(self, ids: torch.Tensor, layers: set[int] | None = None) -> torch.Tensor:
-        """What the unmodified model computes, or its ladder on `layers`."""
+        """Logits of the unmodified model, or of its ladder on `layers`."""
         with contextlib.nullcontext() if layers is None else ladder_reference(self.model, layers):
             return original_logits(self.model, ids)
 
@@ -249,8 +226,8 @@ class _Subject:
                 out, trust_remote_code=True, output_loading_info=True, **EAGER
             )
         code = type(model).__init__.__globals__
-        if "SMALL" in code and (found := code["difference"]()):
-            raise RewriterError(f"a version of transformers that its file does not name would be refused: {found}")
+        if "SMALL" in code and (difference := code["difference"]()):
+            raise RewriterError(f"a version of transformers that its file does not name would be refused: {difference}")
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(map(str, loaded.get(what) or ())):
                 raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
@@ -259,8 +236,8 @@ class _Subject:
 
 
 def _require_equal(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
-    found = compare(what, actual, expected, limit)
-    if not found.passed:
+    done = compare(what, actual, expected, limit)
+    if not done.passed:
         raise VerificationError(
-            f"WRONG: {what} differs at {expected.shape[1]} tokens: {found.worst}; relative error {found.error:.1e}"
+            f"WRONG: {what} differs at {expected.shape[1]} tokens: {done.worst}; relative error {done.error:.1e}"
         )

@@ -14,8 +14,7 @@ from rewriter.check.comparison import REAL_WEIGHTS
 from rewriter.check.saved_output import check_weights
 from rewriter.check.shrunken_check import MOST_RANKS
 from rewriter.common.errors import RewriterError
-from rewriter.common.files import name_of
-from rewriter.common.scratch import scratch_folder
+from rewriter.common.files import name_of, scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.explain.bisect.files import WEIGHTS, compare_text, compare_weights, generated_files, not_finite

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from rewriter.check.reference_modes import Reference
+from rewriter.check.reference_modes import ModelReference
 from rewriter.check.subprocess_logits import TIMEOUT
 from rewriter.common.errors import VerificationError
 from rewriter.common.processes import Processes, environment, placed, reported, write_json
@@ -86,7 +86,7 @@ def _watched_calls() -> Iterator[Calls]:
 
 
 @torch.no_grad()
-def expected_values(reference: Reference, model: PreTrainedModel, ids: torch.Tensor) -> dict[Point, Ranks]:
+def expected_values(reference: ModelReference, model: PreTrainedModel, ids: torch.Tensor) -> dict[Point, Ranks]:
     """Values that `reference` makes of the eager `model` (in eval mode) for `ids` [B, S] (int64).
 
     The residual stream is given by number, before each block and at the end, where the reference keeps it.

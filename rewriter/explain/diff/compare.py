@@ -16,8 +16,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.files import name_of
-from rewriter.common.scratch import scratch_folder
+from rewriter.common.files import name_of, scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
 from rewriter.emit.files.output_files import runtime_module

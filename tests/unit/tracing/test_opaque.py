@@ -14,7 +14,7 @@ from random_models import Models
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.check.eager_blocks import ladder_reference
+from rewriter.check.stream_hooks import ladder_reference
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module

@@ -10,7 +10,7 @@ from programs import PASSES
 from torch import fx
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.check.eager_blocks import ladder_reference
+from rewriter.check.stream_hooks import ladder_reference
 from rewriter.ir import Leaf
 from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace
