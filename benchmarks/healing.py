@@ -16,6 +16,7 @@ and what was interrupted goes on. With --record they are added to benchmarks/hea
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -38,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rewriter.adapt import objective
 from rewriter.adapt.checkpoints import place_of
 from rewriter.adapt.loop import read_metrics
-from rewriter.adapt.models import Batch, HuggingFaceModel, freeze_unchanged, share_frozen
+from rewriter.adapt.models import Batch, HuggingFaceModel, freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.measure.drift import CALIBRATION
 from rewriter.recipes import Recipe
@@ -165,14 +166,16 @@ def timed_steps(model: Path, directory: Path, repeats: int) -> dict[str, list[fl
 
 
 def _step(student: Any, teacher: Any, batch: Batch, bf16: bool) -> Any:
+    trunk = trunk_of(student, teacher)
     ours, theirs = HuggingFaceModel(student, None), HuggingFaceModel(teacher, None)
 
     def step() -> None:
         student.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.nullcontext() if trunk is None else trunk.kept():
                 taught = theirs(batch)
-            computed = ours(batch)
+            with contextlib.nullcontext() if trunk is None else trunk.given():
+                computed = ours(batch)
             loss = objective.divergence(computed, taught, objective.own_targets(batch["labels"], computed.indices))
         loss.backward()
 

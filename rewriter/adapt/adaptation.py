@@ -14,7 +14,7 @@ from rewriter.adapt import checkpoints, output, students
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.data_set import OwnText, read_data
 from rewriter.adapt.loop import AdaptTrainer, tensorboard
-from rewriter.adapt.models import Model
+from rewriter.adapt.models import Model, trunk_of
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
 from rewriter.adapt.ranks import join
@@ -145,11 +145,16 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))
     built = students.student(run)
     theirs, facts = _measured_before(run, built)
+    trunk = None
+    # noise and sharding are in the way of a trunk
+    noisy = run.settings.get("neftune_noise_alpha")
+    if theirs is not None and run.options.train == "rewritten" and built.mesh is None and not noisy:
+        trunk = trunk_of(built.model.module, theirs.module)
     callbacks = tensorboard(run.place, 0 if kept is None else checkpoints.step_of(kept)) if ranks.first else []
-    trainer = AdaptTrainer(run, built, loss_of(run.options, run.autocast, theirs), callbacks)
+    trainer = AdaptTrainer(run, built, loss_of(run.options, run.autocast, theirs, trunk), callbacks)
     torch.manual_seed(seed + 1 + ranks.replica)  # dropout differs from row to row
     trainer.train(resume_from_checkpoint=kept)
-    del theirs, trainer
+    del theirs, trunk, trainer
     run.progress("writing the result")
     output.merge(built)
     output.round_to(built.model.module, run.source, run.opened.dtype)

@@ -5,9 +5,10 @@ What the forward of a Hugging Face model allows is measured, since no attribute 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -85,22 +86,35 @@ class HuggingFaceModel:
 
 
 class Head:
-    """Logits [1, N, V] of states [1, N, D]: a causal LM of transformers that is given its body's output."""
+    """Logits [1, N, V] of states [1, N, D]: a causal LM of transformers that is given its body's output. `weights`: the
+    parameters to train that it uses."""
 
     def __init__(self, model: Any, output: Any) -> None:
         self.model, self.output = model, {name: value for name, value in output.items() if name in _KEPT}
         self.kind = type(output)
-        self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
+        embeddings = model.get_output_embeddings()
+        self.vocabulary = int(embeddings.weight.shape[0])
+        inside = {id(p) for p in model.base_model.parameters()} - {id(p) for p in embeddings.parameters()}
+        self.weights = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
 
     def __call__(self, states_1ND: Tensor) -> Tensor:
         ids = torch.zeros(states_1ND.shape[:2], dtype=torch.int64, device=states_1ND.device)
         given, body = self.kind(**self.output | {"last_hidden_state": states_1ND}), self.model.base_model
-        with mock.patch.object(body, "forward", lambda *args, **kwargs: given):
+        with giving([body], given):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits
 
 
 _KEPT = ("router_logits",)  # what else a forward may ask of the body's output
+
+
+@contextlib.contextmanager
+def giving(modules: Sequence[nn.Module], output: Any) -> Iterator[None]:
+    """While the block runs, each of `modules` returns `output`, and computes nothing."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "forward", return_value=output))
+        yield
 
 
 @torch.no_grad()
@@ -231,12 +245,20 @@ def freeze_unchanged(student: nn.Module) -> None:
     A layer of a class of transformers is unchanged; the classes of rewritten ones are elsewhere. A model without a
     rewritten layer is trained whole.
     """
-    layers = list(find_layers(base_of(student))[1])
-    rewritten = (i for i, layer in enumerate(layers) if type(layer).__module__.partition(".")[0] != "transformers")
-    below = next(rewritten, None)
-    if below is not None:
+    layers = _layers(student)
+    below = _unchanged(layers)
+    if below < len(layers):
         for part in (*layers[:below], base_of(student).get_input_embeddings()):
             part.requires_grad_(False)
+
+
+def _unchanged(layers: list[nn.Module]) -> int:
+    rewritten = (i for i, layer in enumerate(layers) if type(layer).__module__.partition(".")[0] != "transformers")
+    return next(rewritten, len(layers))
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    return list(find_layers(base_of(module))[1])
 
 
 def share_frozen(student: nn.Module, teacher: nn.Module) -> None:
@@ -255,3 +277,64 @@ def share_frozen(student: nn.Module, teacher: nn.Module) -> None:
         for leaf, parameter in part._parameters.items():
             if parameter is not None and id(parameter) in same:
                 part._parameters[leaf] = same[id(parameter)]
+
+
+class Trunk:
+    """The first `depth` layers. Within `kept` a forward of the teacher leaves their output, and within `given` a
+    forward of the student takes it in their place."""
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, depth: int) -> None:
+        self.own, self.last = _layers(student)[:depth], _layers(teacher)[depth - 1]
+        self._output: Any = None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the output of the last layer."""
+
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._output = output
+
+        hook = self.last.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        """Give the kept output, by every layer: nothing below the last one reads it."""
+        output, self._output = self._output, None
+        with giving(self.own, output):
+            yield
+
+
+@torch.no_grad()
+def trunk_of(student: nn.Module, teacher: nn.Module) -> Trunk | None:
+    """The trunk of the layers that both models hold together (`share_frozen`).
+
+    None where there is none, or where layers above read more of it than its output: that is tried on two short rows.
+    """
+    own, theirs, depth = _layers(student), _layers(teacher), 0
+    while depth < _unchanged(own) and _held_together(own[depth], theirs[depth]):
+        depth += 1
+    embeddings = base_of(student).get_input_embeddings().weight
+    if not depth or embeddings is not base_of(teacher).get_input_embeddings().weight:
+        return None
+    trunk = Trunk(student, teacher, depth)
+    ids = torch.arange(14, device=embeddings.device).reshape(2, 7) % len(embeddings)
+    training = student.training
+    student.eval()
+    try:
+        with trunk.kept():
+            teacher(input_ids=ids, use_cache=False)
+        with trunk.given():
+            above = student(input_ids=ids, use_cache=False).logits
+        whole = student(input_ids=ids, use_cache=False).logits  # last: what it leaves behind must not help
+    finally:
+        student.train(training)
+    return trunk if torch.allclose(whole, above, rtol=1e-4, atol=1e-5) else None
+
+
+def _held_together(own: nn.Module, theirs: nn.Module) -> bool:
+    other = dict(theirs.named_parameters())
+    return all(other.get(name) is parameter for name, parameter in own.named_parameters())

@@ -8,17 +8,16 @@ are averaged.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from rewriter.adapt.models import Batch, Model, TokenStates
+from rewriter.adapt.models import Batch, Model, TokenStates, Trunk
 from rewriter.adapt.options import Options
 from rewriter.adapt.ranks import RunRanks
 from rewriter.runtime.replicas import IGNORED, next_tokens
@@ -29,9 +28,12 @@ Loss = Callable[[Model, Batch, nn.Module], dict[str, Tensor]]
 """Sums over this rank's targets by name; "loss" is what is minimised."""
 
 
-def loss_of(options: Options, autocast: Callable[[], AbstractContextManager[None]], theirs: Model | None) -> Loss:
+def loss_of(
+    options: Options, autocast: Callable[[], AbstractContextManager[None]], theirs: Model | None, trunk: Trunk | None
+) -> Loss:
     """The loss that the options ask for. autocast: the precision of a forward pass (the Trainer's covers the forward of
-    its module alone, whose parts are called here one by one). theirs: the teacher of a distillation."""
+    its module alone, whose parts are called here one by one). theirs: the teacher of a distillation. trunk: the layers
+    whose outputs the student takes over from it."""
 
     def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         with autocast():
@@ -40,9 +42,9 @@ def loss_of(options: Options, autocast: Callable[[], AbstractContextManager[None
 
     def distilled(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         assert theirs is not None
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast(), contextlib.nullcontext() if trunk is None else trunk.kept():
             taught = theirs(batch)
-        with autocast():
+        with autocast(), contextlib.nullcontext() if trunk is None else trunk.given():
             computed = student(batch, module)
         targets = own_targets(batch["labels"], computed.indices)
         kl = divergence(computed, taught, targets, options.temperature)
@@ -132,10 +134,40 @@ Part = Callable[..., Tensor]
 
 def _in_chunks(part: Part, student: TokenStates, *rows: Tensor) -> Tensor:
     """The sum of `part` over chunks of `rows`, the first of which are the student's. Of its head's logits one chunk is
-    in memory at a time: the backward pass computes them again."""
+    in memory at a time: the gradients of a chunk are computed before the next one begins."""
     head = student.head
     size = max(1, _CHUNK // max(1, student.states.shape[-1] if head is None else head.vocabulary))
     if head is not None and torch.is_grad_enabled():
-        part = functools.partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+        total: Tensor = _SumOfChunks.apply(part, size, rows[1:], head.weights, rows[0], *head.weights)
+        return total
     parts = [part(*chunk) for chunk in zip(*(x.split(size) for x in rows), strict=True)]
     return torch.stack(parts).sum() if parts else 0 * rows[0].float().sum()
+
+
+class _SumOfChunks(torch.autograd.Function):
+    """With its gradients by the states [N, D] and by the weights of the head, which are known once it is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Part, size: int, others: Sequence[Tensor], weights: Sequence[Tensor], states: Tensor, *_: Tensor
+    ) -> Tensor:
+        total = states.new_zeros((), dtype=torch.float32)
+        by_states = torch.zeros_like(states)
+        by_weights = [torch.zeros_like(weight) for weight in weights]
+        for start in range(0, len(states), size):
+            place = slice(start, start + size)
+            with torch.enable_grad():
+                own = states[place].detach().requires_grad_()
+                loss = part(own, *(other[place] for other in others))
+                gradients = torch.autograd.grad(loss, [own, *weights], allow_unused=True)
+            total += loss.detach()
+            by_states[place] = gradients[0]
+            for whole, gradient in zip(by_weights, gradients[1:], strict=True):
+                if gradient is not None:
+                    whole += gradient
+        ctx.save_for_backward(by_states, *by_weights)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, None, None, *(saved * gradient for saved in ctx.saved_tensors)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from rewriter.cli import options
-from rewriter.common.fork_server import start_early
+from rewriter.common.processes import start_early
 
 
 def bisect(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.cli import options
-from rewriter.common.fork_server import start_early
+from rewriter.common.processes import start_early
 
 
 def refresh(directory: options.Output, verify: options.RefreshVerify = "shrunken") -> None:

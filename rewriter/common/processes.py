@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -18,15 +19,17 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from rewriter.common import fork_server
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import replace_text, scratch_folder
 from rewriter.common.packages import PACKAGE_PARENT
@@ -130,15 +133,13 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # a second Ctrl-C leaves no process behind
-        with _handling(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)):
+        with self._stack:
             for end, seconds in (("terminate", self._grace), ("kill", math.inf)):
                 for process in self._running():
                     getattr(process, end)()
                 limit = time.monotonic() + seconds
                 while self._running() and time.monotonic() < limit:
                     time.sleep(_POLL_SECONDS)
-            self._stack.close()
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], **options: Any) -> Any:
         """Start `command` with these variables as its environment; `options` are further ones of Popen."""
@@ -152,9 +153,9 @@ class Processes:
 
     def fork(self, name: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start `python WORDS…` ("-m MODULE …" or "-P SCRIPT …") from the fork server, where there is one."""
-        if fork_server.available():
+        if _can_fork():
             variables = {**variables, _REPORT: self._report(name)}
-            self._processes[name] = fork_server.fork(words, variables, self._log(name))
+            self._processes[name] = fork(words, variables, self._log(name))
         else:
             self.start(name, [sys.executable, *words], variables)
 
@@ -212,10 +213,6 @@ class Processes:
         return [process for process in self._processes.values() if _exit_code(process) is None]
 
 
-def _exit_code(process: subprocess.Popen[bytes] | BaseProcess) -> int | None:
-    return process.poll() if isinstance(process, subprocess.Popen) else fork_server.exit_code(process)
-
-
 def run_ranks(
     command: Sequence[str],
     spec: Mapping[str, Any],
@@ -249,6 +246,81 @@ def run_ranks(
             said = f"{failure.how}. The others were stopped" if killed else f"failed:\n{failure.details}"
             raise RewriterError(failure.message or f"{about}{failure.name} {said}")
         return [json.loads(result.read_text(encoding="utf-8")) for result in results]
+
+
+# --- the fork server: to import torch and transformers takes seconds, to fork a process that has them milliseconds.
+# What the imports read from the environment is the server's: `OMP_NUM_THREADS` is set again in the forked process.
+
+# Of rewriter only this module: the adapted checkpoint is loaded in a process that never saw the rest.
+_PRELOADED = (
+    "torch.distributed.tensor",
+    "torch.fx",
+    "safetensors.torch",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    __name__,
+)
+_lock = threading.Lock()  # multiprocessing reads an exit status from a pipe, once, in whichever thread asks first
+
+
+def _can_fork() -> bool:
+    """Linux only, as frameworks of other systems do not survive a fork; a daemonic process may start no others."""
+    return sys.platform == "linux" and not multiprocessing.current_process().daemon
+
+
+def _fork_context() -> ForkServerContext:
+    context = ForkServerContext()
+    if getattr(forkserver._forkserver, "_preload_modules", None) == ["__main__"]:  # a program may have set its own
+        context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def start_early() -> None:
+    """Start the fork server, which imports while the caller does; without this, the first fork starts it."""
+    if _can_fork():
+        _fork_context()
+        forkserver.ensure_running()
+
+
+def fork(words: Sequence[str], variables: Mapping[str, str], log: Path) -> BaseProcess:
+    """Run `python WORDS…` ("-m MODULE …" or "-P SCRIPT …") with `variables` as its environment; it writes to `log`."""
+    process = _fork_context().Process(target=_forked, args=(list(words), dict(variables), str(log)))
+    with _lock:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")  # else multiprocessing runs the caller's script there
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = main
+    return process
+
+
+def _exit_code(process: subprocess.Popen[bytes] | BaseProcess) -> int | None:
+    if isinstance(process, subprocess.Popen):
+        return process.poll()
+    with _lock:
+        return process.exitcode
+
+
+def _forked(words: list[str], variables: dict[str, str], log: str) -> None:
+    """In the forked process: what `python WORDS…` does, ended with the client, even if that is killed."""
+    end_with_parent()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(threads))
+    how, target, *arguments = words
+    sys.argv = [target, *arguments]
+    if how == "-m":
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(target, run_name="__main__")
 
 
 # --- in the processes ---
@@ -289,23 +361,27 @@ def end_with_job() -> bool:
         return _report_file is not None
     parent, name, file = variable.split(":", 2)
     _report_file = name, file
-    end_with_parent()
-    if multiprocessing.parent_process() is None and os.getppid() != int(parent):
-        os._exit(1)
+    if multiprocessing.parent_process() is None:  # what is forked ends with its client already
+        end_with_parent()
+        if os.getppid() != int(parent):
+            os._exit(1)
     return True
 
 
 def end_with_parent() -> None:
-    """End when the process that started this one does, even if it is killed."""
-    if sys.platform == "linux":
+    """End when the process that started this one does, even if it is killed; of a forked one, that is its client."""
+    if sys.platform == "linux" and multiprocessing.parent_process() is None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     else:
         threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
 
 
 def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+    client = multiprocessing.parent_process()
+    while client is None and os.getppid() == parent:
         time.sleep(1)
+    if client is not None:
+        client.join()
     os._exit(1)
 
 
@@ -328,22 +404,15 @@ def write_json(path: Path, content: Any) -> None:
 def leaving_on_signals() -> Iterator[None]:
     """In the main thread, a SIGTERM or SIGHUP within it raises SystemExit(128 + signal), so that what blocks began is
     put in order, as after a Ctrl-C. A handler that the program has set stays."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    with _handling({number: _leave for number in numbers if signal.getsignal(number) is signal.SIG_DFL}):
-        yield
-
-
-@contextmanager
-def _handling(handlers: Mapping[int, Any]) -> Iterator[None]:
-    """In the main thread, these signals have these handlers within it."""
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    changed = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, _leave)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _leave(number: int, _: FrameType | None) -> None:

@@ -183,14 +183,14 @@ class Writes(jobs.Command):
 
 root = Path(sys.argv[1])
 found = {}
-for lost, raises in ((False, False), (True, False), (False, True)):
+for lost, raises, modules in ((False, False, (kills, disks)), (True, False, (kills,)), (False, True, (disks,))):
     command = Writes("writes", root, root / "w", {})
     command.place.mkdir(exist_ok=True)
     command.undisturbed()
     command.calls = int(command.messages.with_suffix(".calls").read_text())
     command.lost, command.raises = lost, raises
     jobs.commands = kills.commands = disks.commands = lambda place, command=command: [command]
-    for module in (kills, disks):
+    for module in modules:
         outcome = Outcome()
         for index in range(6):
             one = module.case(index, root)

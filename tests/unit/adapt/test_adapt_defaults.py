@@ -1,5 +1,5 @@
 """`rewrite adapt` without settings: what follows from the number of tokens, text of the original's own, and layers
-that are frozen."""
+that are computed once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rewriter import RewriterError
-from rewriter.adapt import self_written
+from rewriter.adapt import adaptation, objective, self_written
 from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.data_set import OwnText
 from rewriter.adapt.loop import read_metrics
-from rewriter.adapt.models import HuggingFaceModel, freeze_unchanged, share_frozen
+from rewriter.adapt.models import HuggingFaceModel, freeze_unchanged, share_frozen, trunk_of
 from rewriter.adapt.options import Options
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import HIGHEST_RATE, WIDTH, Budget, plan
@@ -265,7 +265,7 @@ def test_a_wrong_number_of_tokens_is_refused(tmp_path: Path) -> None:
         Options(tokens=0)
 
 
-# Layers that are frozen
+# Layers that are computed once
 
 
 def models(recipe: str = "ladder-upper-half") -> tuple[Any, Any]:
@@ -278,6 +278,49 @@ def models(recipe: str = "ladder-upper-half") -> tuple[Any, Any]:
     return student, teacher
 
 
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 256, (3, 32), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(32).expand_as(ids)}
+
+
+def test_loss_and_gradients_are_those_of_computing_everything() -> None:
+    student, teacher = models()
+    trunk = trunk_of(student, teacher)
+    assert trunk is not None
+    assert [id(layer) for layer in trunk.own] == [id(student.model.layers[0])]
+    ours, theirs = HuggingFaceModel(student, None), HuggingFaceModel(teacher, None)
+    calls: list[int] = []
+    student.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(0))
+
+    def step(shared: bool) -> tuple[float, dict[str, torch.Tensor]]:
+        student.zero_grad()
+        if shared:
+            with torch.no_grad(), trunk.kept():
+                taught = theirs(batch())
+            with trunk.given():
+                computed = ours(batch())
+        else:
+            with torch.no_grad():
+                taught = theirs(batch())
+            computed = ours(batch())
+        targets = objective.own_targets(batch()["labels"], computed.indices)
+        loss = objective.divergence(computed, taught, targets)
+        loss.backward()
+        return float(loss), {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+
+    step(False), calls.clear()  # a first call tries whether the head is apart
+    whole, expected = step(False)
+    assert len(calls) == 1
+    shared, found = step(True)
+    assert len(calls) == 1, "the student's own first layer was not computed again"
+    assert "forward" not in student.model.layers[0].__dict__
+    assert shared == pytest.approx(whole, rel=1e-5)
+    assert found.keys() == expected.keys()
+    assert not any(name.startswith(("model.layers.0.", "model.embed")) for name in found)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+
+
 def test_what_is_frozen_is_in_memory_once() -> None:
     student, teacher = models()
     held = {p.data_ptr(): name for name, p in student.named_parameters()}
@@ -286,24 +329,33 @@ def test_what_is_frozen_is_in_memory_once() -> None:
     assert teacher.lm_head.weight is student.lm_head.weight, "what is tied, too"
 
 
-def test_what_differs_is_not_shared() -> None:
-    student, _ = models("ladder")
-    assert not student.get_input_embeddings().weight.requires_grad, "although the first layer is rewritten"
-    student, _ = models()
+def test_a_layer_that_differs_or_that_others_read_is_no_trunk() -> None:
+    student, teacher = models("ladder")
+    assert trunk_of(student, teacher) is None, "the first layer is rewritten"
+    assert not student.get_input_embeddings().weight.requires_grad
+    student, teacher = models()
     with torch.no_grad():
         other = AutoModelForCausalLM.from_pretrained(adapted.root() / "llama", dtype=torch.float32)
         other.model.layers[0].mlp.up_proj.weight.mul_(1.01)
     share_frozen(student, other)
-    own, theirs = student.model.layers[0].mlp, other.model.layers[0].mlp
-    assert theirs.up_proj.weight is not own.up_proj.weight
-    assert theirs.gate_proj.weight is own.gate_proj.weight
+    assert trunk_of(student, other) is None, "other weights"
+    seen: list[torch.Tensor] = []
+    student.model.layers[0].mlp.register_forward_hook(lambda m, args, y: seen.append(y))
+    student.model.layers[3].register_forward_hook(lambda m, args, y: y + seen[-1].mean())
+    student(input_ids=batch()["input_ids"])
+    assert trunk_of(student, teacher) is None, "the last layer reads what the first has computed inside"
 
 
-def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(tmp_path: Path) -> None:
+def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(adaptation, "loss_of", lambda *args: made.append(args[-1]) or objective.loss_of(*args))
     directory = adapted.directory("ladder-upper-half")
     files = (directory, adapted.text_file(), adapted.text_file(20, 1))
     settings = {"learning_rate": 1e-3}
     run(tmp_path / "out", files=files, method="distill", train="rewritten", settings=settings)
+    assert made[0] is not None
     before, after = (load_file(place / "model.safetensors") for place in (directory, tmp_path / "out"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name.split(".")[2] for name in changed if "layers" in name} == {"1", "2", "3"}
@@ -311,6 +363,7 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(tmp_p
     lines = read_metrics(tmp_path / "out" / "training")
     assert lines[-1]["divergence"] < 0.9 * lines[0]["divergence"]
     run(tmp_path / "all", files=files, method="distill", train="all", settings=settings)
+    assert made[1] is None
     first = read_metrics(tmp_path / "all" / "training")[0]
     assert first["divergence"] == pytest.approx(lines[0]["divergence"], rel=1e-4), "the same function"
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from job_processes import is_gone, until
 
-from rewriter.common import fork_server
-from rewriter.common.processes import Processes, environment
+from rewriter.common.processes import Processes, environment, fork
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server on this system")
 
@@ -28,7 +27,7 @@ def _run(tmp_path: Path, source: str, **own: str) -> tuple[int | None, str]:
 def _start(tmp_path: Path, source: str, *arguments: str, **own: str) -> BaseProcess:
     script = tmp_path / "script.py"
     script.write_text(source)
-    return fork_server.fork(["-P", str(script), *arguments], environment(1, **own), tmp_path / "log")
+    return fork(["-P", str(script), *arguments], environment(1, **own), tmp_path / "log")
 
 
 def test_a_script_has_its_arguments_environment_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +86,9 @@ def test_a_forked_process_has_torch_already_and_ends_with_a_client_that_is_kille
         "time.sleep(600)"
     )
     (tmp_path / "client.py").write_text(
-        "import os, signal, time\nfrom pathlib import Path\nfrom rewriter.common import fork_server\n"
-        "fork_server.start_early()\n"
-        "print(fork_server.fork(['-P', 'script.py'], os.environ, Path('log')).pid, flush=True)\n"
+        "import os, signal, time\nfrom pathlib import Path\nfrom rewriter.common import processes\n"
+        "processes.start_early()\n"
+        "print(processes.fork(['-P', 'script.py'], os.environ, Path('log')).pid, flush=True)\n"
         "while not os.path.exists('seen'):\n    time.sleep(0.02)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
