@@ -393,7 +393,7 @@ def test_the_command_runs_every_kind(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "soak", "--cases", "1", "--state", str(tmp_path)]
     settings = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tools", "tests/support", ".")),
+        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("tools", "tests/support", "tests", ".")),
     }
     ran = subprocess.run(words, cwd=ROOT, env=settings, capture_output=True, text=True, check=False, timeout=600)
     assert ran.returncode == 0, ran.stdout

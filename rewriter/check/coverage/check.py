@@ -25,10 +25,11 @@ from transformers.utils import logging as hf_logging
 from rewriter.check.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
 from rewriter.check.coverage.configs import small_config
 from rewriter.check.coverage.report import CHECKS, Coverage, explain
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.random_model import EAGER, build_model, random_ids, randomize
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.check.shrunken_check import apply_passes, test_lengths
-from rewriter.check.stream_hooks import decoder_layers, ladder_reference
+from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import scratch_folder
 from rewriter.emit.huggingface import emit_huggingface
@@ -88,10 +89,11 @@ class Subject:
         with self._check("traces", needed=True):
             self.model = self._checkpoint(model)
             self.batches = [random_ids(self.config, length) for length in test_lengths(self.config)]
-            self.expected = [self._logits(ids) for ids in self.batches]
+            self.original = functools.partial(original_logits, self.model)
+            self.expected = [self.original(ids) for ids in self.batches]
             self.program = trace(self.source)
             self.weights = load_weights(self.program, torch.float32)
-            self._require(self.program, self.expected, self._logits, EXACT, "the traced program")
+            self._require(self.program, self.expected, self.original, EXACT, "the traced program")
         self.result.blocks = len(residual_blocks(self.program))
         self.result.stream = self.result.blocks > 0
         with self._check("ladder"):
@@ -135,9 +137,7 @@ class Subject:
             if not bool(original.isfinite().all()):
                 raise RewriterError("with large random weights the model's own logits are not finite")
             try:
-                layers = range(len(decoder_layers(model)))
-                with ladder_reference(model, layers):
-                    rewired = original_logits(model, ids)
+                rewired = _ladder_logits(model, range(len(decoder_layers(model))), ids)
             except Exception:  # a model without reference still has a trace; the ladder's check says the reason
                 break
             if relative_error(rewired, original) >= DIFFERENT:
@@ -147,11 +147,6 @@ class Subject:
             self.config.save_pretrained(self.source)
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, **EAGER)
         return loaded.eval()
-
-    def _logits(self, ids: torch.Tensor, layers: set[int] | None = None) -> torch.Tensor:
-        """Logits of the unmodified model, or of its ladder on `layers`."""
-        with contextlib.nullcontext() if layers is None else ladder_reference(self.model, layers):
-            return original_logits(self.model, ids)
 
     def _require(
         self, program: Program, expected: list[torch.Tensor], reference: _Reference, limit: float, what: str
@@ -173,7 +168,7 @@ class Subject:
         every = self._layers()
         for layers in (set(every), set(every[1::2])):
             program = Ladder(sorted(layers)).apply(self.program)
-            reference = functools.partial(self._logits, layers=layers)
+            reference = functools.partial(_ladder_logits, self.model, layers)
             expected = [reference(ids) for ids in self.batches]
             self._require_different(expected)
             self._require(program, expected, reference, EXACT, "the ladder")
@@ -186,7 +181,13 @@ class Subject:
 
     def _tensor_parallel(self, ranks: int) -> None:
         program = apply_passes(self.program, [TensorParallel()], {"tp": ranks})
-        self._require(program, self.expected, self._logits, RANKS, f"the program on {ranks} ranks")
+        self._require(
+            program,
+            self.expected,
+            self.original,
+            RANKS,
+            f"the program on {ranks} ranks",
+        )
         with contextlib.suppress(RewriterError):  # a runtime module cannot hold everything
             compile(emit_runtime_module(program), "module.py", "exec")
         entry = program.history[-1]
@@ -233,6 +234,11 @@ class Subject:
                 raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
         for ids, expected in zip(self.batches, self.rewritten_logits, strict=True):
             _require_equal(original_logits(model.eval(), ids), expected, EXACT, "the emitted checkpoint")
+
+
+def _ladder_logits(model: PreTrainedModel, layers: Collection[int], ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the ladder of the unmodified model on `layers`."""
+    return PerRankReference(model, dict.fromkeys(layers, LayerMode("ladder")), 1)(ids)
 
 
 def _require_equal(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:

@@ -11,13 +11,14 @@ import oracles
 import pytest
 import torch
 import zoo
+from ladder_reference import ladder_reference
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rewriter.check import shrunken_check as shrunken_check_module
 from rewriter.check.comparison import Verification, compare, relative_error
 from rewriter.check.random_model import random_ids, random_model
 from rewriter.check.shrunken_check import check_shrunken
-from rewriter.check.stream_hooks import decoder_layers, find_structure, ladder_reference
+from rewriter.check.stream_hooks import decoder_layers, find_structure
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.shrink_sizes import WINDOW
 from rewriter.ir import Program

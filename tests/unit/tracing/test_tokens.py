@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from ladder_reference import ladder_reference
 from oracles import relative_error
 from programs import PASSES
 from torch import fx
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.check.stream_hooks import ladder_reference
 from rewriter.ir import Leaf
 from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace
