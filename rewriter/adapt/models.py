@@ -1,5 +1,7 @@
 """The models of a run behind one interface: Hugging Face's, on data-parallel ranks, and the sharded runtime module.
 
+Student and teacher hold and compute once what is frozen and equal in both.
+
 What the forward of a Hugging Face model allows is measured, since no attribute says it.
 """
 
