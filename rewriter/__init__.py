@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.common.version import VERSION as __version__
+from rewriter.common.packages import VERSION as __version__
 
 if TYPE_CHECKING:
     from rewriter.adapt.options import AdaptOptions

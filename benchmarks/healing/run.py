@@ -39,9 +39,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.healing import page as healing_page
 from rewriter.adapt import objective
 from rewriter.adapt.checkpoints import place_of
-from rewriter.adapt.log import read_metrics
-from rewriter.adapt.models import Batch, HuggingFaceModel
-from rewriter.adapt.teacher import freeze_unchanged, share_frozen, trunk_of
+from rewriter.adapt.loop import read_metrics
+from rewriter.adapt.models import Batch, HuggingFaceModel, freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.convert.save_options import SaveOptions
 from rewriter.measure.drift import CALIBRATION

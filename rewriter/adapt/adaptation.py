@@ -13,15 +13,13 @@ import torch
 from rewriter.adapt import checkpoints, output, students
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.data_set import OwnText, read_data
-from rewriter.adapt.log import tensorboard, told_where_it_is_awaited
-from rewriter.adapt.loop import AdaptTrainer
-from rewriter.adapt.models import Model
+from rewriter.adapt.loop import AdaptTrainer, tensorboard
+from rewriter.adapt.models import Model, trunk_of
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import join
-from rewriter.adapt.run import Run
 from rewriter.adapt.schedule import DEFAULTS, WIDTH, plan
-from rewriter.adapt.teacher import original_directory, trunk_of
+from rewriter.adapt.students import Run
 from rewriter.check.saved_output import check_files, check_weights
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import json_text
@@ -87,7 +85,7 @@ def adapt(
     given = settings_of.check_settings(chosen.settings)
     students.require_serves(opened, chosen)
     place = checkpoints.place_of(final)
-    original = original_directory(opened, chosen, place / "source", teacher)
+    original = students.original_directory(opened, chosen, place / "source", teacher)
     device = rank_device("cpu" if given.get("use_cpu") else None)
     ranks = join(chosen.tp * chosen.sp, device, chosen.ep)
     ranks.on_first(lambda: _check(opened, final))
@@ -138,7 +136,6 @@ def _identity(source: str) -> str:
     return f"sha256 {sha256_of(Path(source))}" if Path(source).is_file() else source
 
 
-@told_where_it_is_awaited()
 def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     """Train, and write the result to `out`."""
     ranks, seed = run.ranks, int(run.settings["seed"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,10 +32,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rewriter.adapt.ranks import RunRanks
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import replace_text
 from rewriter.training.zero.master_weights import MasterWeightOptimizer
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_SCHEDULE = "schedule.json"
+_SCHEDULE = "schedule.pt"
 _JOB = "job.json"
 _FACTS = "facts.json"
 _TRAINED = StateDictOptions(ignore_frozen_params=True)
@@ -101,9 +100,7 @@ def remember(place: Path, **facts: Any) -> dict[str, Any]:
     file = place / _FACTS
     known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     known |= facts
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(known), encoding="utf-8")
-    os.replace(partial, file)
+    replace_text(file, json.dumps(known))
     return known
 
 
@@ -151,25 +148,23 @@ def save(
 
     `own` is this rank's number among those that share rows: their parameters have the same names and other values.
     """
-    state: dict[str, Any] = {"model": _model_state(model, own), "random": _random_state(ranks)}
+    state: dict[str, Any] = {"model": {f"part-{own}": get_model_state_dict(model, options=_TRAINED)}}
     if isinstance(optimizer, MasterWeightOptimizer):  # its state is of this rank's pieces, which have no names
         torch.save(optimizer.state_dict(), place / _own_optimizer(ranks))
     else:
-        state["optimizer"] = _optimizer_state(model, optimizer, own)
+        state["optimizer"] = {f"part-{own}": get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
     with _plain_errors(place):
         write_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+    torch.save(_random_state(), place / f"random-{ranks.rank}.pt")
     if ranks.first:
-        # its functions are made again from the settings
-        plain = {name: value for name, value in scheduler.state_dict().items() if _is_plain(value)}
-        (place / _SCHEDULE).write_text(json.dumps(plain), encoding="utf-8")
+        torch.save(scheduler.state_dict(), place / _SCHEDULE)
 
 
 def load_model(place: Path, model: nn.Module, ranks: RunRanks, own: int) -> None:
     """Read the trained parameters back, in place."""
-    state = _model_state(model, own)
-    _read(place, {"model": state}, alone=ranks.world == 1)
-    options = StateDictOptions(ignore_frozen_params=True, strict=False)
-    set_model_state_dict(model, state[f"part-{own}"], options=options)
+    state = get_model_state_dict(model, options=_TRAINED)
+    _read(place, {"model": {f"part-{own}": state}}, ranks)
+    set_model_state_dict(model, state, options=StateDictOptions(ignore_frozen_params=True, strict=False))
 
 
 def load_rest(
@@ -189,26 +184,35 @@ def load_rest(
     if isinstance(optimizer, MasterWeightOptimizer):
         optimizer.load_state_dict(torch.load(place / _own_optimizer(ranks), weights_only=True))
     else:
-        state = _optimizer_state(model, optimizer, own)
-        _read(place, {"optimizer": state}, alone=ranks.world == 1)
-        set_optimizer_state_dict(model, optimizer, state[f"part-{own}"], options=_TRAINED)
-    scheduler.load_state_dict({**scheduler.state_dict(), **json.loads((place / _SCHEDULE).read_text("utf-8"))})
+        state = get_optimizer_state_dict(model, optimizer, options=_TRAINED)
+        _read(place, {"optimizer": {f"part-{own}": state}}, ranks)
+        set_optimizer_state_dict(model, optimizer, state, options=_TRAINED)
+    scheduler.load_state_dict(torch.load(place / _SCHEDULE, weights_only=True))
 
 
 def load_random_state(place: Path, ranks: RunRanks) -> None:
     """Go on with the random numbers of this rank; one that the checkpoint does not know keeps its own."""
-    state = _random_state(ranks)
-    _read(place, {"random": state}, alone=True, planner=DefaultLoadPlanner(allow_partial_load=True))
-    own = state[str(ranks.rank)]
-    torch.set_rng_state(own["cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(own["cuda"])
+    file = place / f"random-{ranks.rank}.pt"
+    if file.is_file():
+        own = torch.load(file, weights_only=True)
+        torch.set_rng_state(own["cpu"])
+        if "cuda" in own and torch.cuda.is_available():
+            torch.cuda.set_rng_state(own["cuda"])
 
 
-def _read(place: Path, state: dict[str, Any], alone: bool, planner: DefaultLoadPlanner | None = None) -> None:
-    """Read what `save` wrote into `state`: this rank `alone`, or all together."""
+def _random_state() -> dict[str, torch.Tensor]:
+    own = {"cpu": torch.get_rng_state()}
+    return own | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else own
+
+
+def _own_optimizer(ranks: RunRanks) -> str:
+    return f"optimizer-{ranks.rank}-of-{ranks.world}.pt"
+
+
+def _read(place: Path, state: dict[str, Any], ranks: RunRanks) -> None:
+    """Read what `save` wrote into `state`."""
     with _plain_errors(place):
-        read_sharded(state, checkpoint_id=str(place / "state"), planner=planner, no_dist=alone)
+        read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
 
 
 @contextmanager
@@ -221,28 +225,3 @@ def _plain_errors(place: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             raise error from None
         raise RewriterError(f"{place}: rank {rank}: {type(error).__name__}: {error}") from error
-
-
-def _model_state(model: nn.Module, own: int) -> dict[str, Any]:
-    return {f"part-{own}": get_model_state_dict(model, options=_TRAINED)}
-
-
-def _optimizer_state(model: nn.Module, optimizer: Optimizer, own: int) -> dict[str, Any]:
-    return {f"part-{own}": get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
-
-
-def _own_optimizer(ranks: RunRanks) -> str:
-    return f"optimizer-{ranks.rank}-of-{ranks.world}.pt"
-
-
-def _random_state(ranks: RunRanks) -> dict[str, dict[str, torch.Tensor]]:
-    own = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        own["cuda"] = torch.cuda.get_rng_state()
-    return {str(ranks.rank): own}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str)

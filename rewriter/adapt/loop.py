@@ -8,9 +8,11 @@ accumulation, mixed precision and the loop itself are the Trainer's.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,16 +24,84 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from rewriter.adapt import checkpoints
-from rewriter.adapt.log import Metrics
 from rewriter.adapt.models import Batch
 from rewriter.adapt.objective import Loss, stack
 from rewriter.adapt.ranks import RunRanks
-from rewriter.adapt.run import Run
 from rewriter.adapt.schedule import RunSizes
-from rewriter.adapt.students import Student
+from rewriter.adapt.students import Run, Student
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.replicas import IGNORED, next_tokens
 from rewriter.training import ZeroOptimizer
+
+METRICS = "metrics.jsonl"
+_KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+class Metrics(TrainerCallback):
+    """Writes what is logged to `metrics.jsonl`; on rank 0 alone.
+
+    A line has the step, the tokens seen until then, and what the Trainer logs, with the loss of the step, its parts and
+    the tokens per second since the line before; `parts` gives those of the last step. When a run is resumed, lines
+    after the checkpoint are dropped.
+    """
+
+    def __init__(self, run: Run, parts: Callable[[], Mapping[str, float]]) -> None:
+        self.run, self.parts, self.path = run, parts, run.place / METRICS
+        self.tokens_per_step = run.sizes.batch * run.data.length
+        self._last = (0, 0.0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        kept = [line for line in lines if _step(line) <= state.global_step]
+        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._last = (state.global_step, time.perf_counter())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logged = {name: value for name, value in (logs or {}).items() if name in _KEPT}
+        if not logged:
+            return
+        if "loss" in logged:
+            # of the step, not the Trainer's mean since the last line: that is another one after an interruption
+            logged |= self.parts()
+            now, (step, then) = time.perf_counter(), self._last
+            if state.global_step > step:
+                logged["tokens_per_second"] = round((state.global_step - step) * self.tokens_per_step / (now - then), 1)
+                self._last = (state.global_step, now)
+            speed = logged.get("tokens_per_second")
+            self.run.context.progress(
+                "training", state.global_step, state.max_steps, loss=logged["loss"], tokens_per_second=speed
+            )
+        entry: dict[str, Any] = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
+        entry |= {name: value if math.isfinite(value) else str(value) for name, value in logged.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, in order."""
+    return [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # the line that was being written when the run was killed
+
+
+def tensorboard(run: Path, step: int) -> list[TrainerCallback]:
+    """The Trainer's callback for TensorBoard, which writes below the run's directory; none where it is missing.
+
+    A run that goes on after `step` hides what was written past it before.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return []
+    from transformers.integrations import TensorBoardCallback
+
+    return [TensorBoardCallback(SummaryWriter(str(run / "tensorboard"), purge_step=step + 1))]
+
 
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 

@@ -1,5 +1,7 @@
 """The models of a run behind one interface: Hugging Face's, on data-parallel ranks, and the sharded runtime module.
 
+Student and teacher hold and compute once what is frozen and equal in both.
+
 What the forward of a Hugging Face model allows is measured, since no attribute says it.
 """
 
@@ -11,15 +13,21 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.runtime.context import Context
 from rewriter.runtime.module import LocalLogits, RuntimeModel
+from rewriter.tracing.meta_model import find_layers
+from rewriter.weights.finite import require_finite
+from rewriter.weights.plain_model import PlainTensors, plain_model
 
 Batch = Mapping[str, Tensor]
 """input_ids, labels, position_ids, segment_ids: int64 [B, S]."""
@@ -80,8 +88,8 @@ class HuggingFaceModel:
 
 
 class Head:
-    """Logits [1, N, V] of states [1, N, D]: the forward of a causal LM of transformers, with its body's output given.
-    `weights`: the parameters to train that it uses."""
+    """Logits [1, N, V] of states [1, N, D]: a causal LM of transformers that is given its body's output. `weights`: the
+    parameters to train that it uses."""
 
     def __init__(self, model: Any, output: Any) -> None:
         self.model, self.output = model, {name: value for name, value in output.items() if name in _KEPT}
@@ -93,7 +101,8 @@ class Head:
 
     def __call__(self, states_1ND: Tensor) -> Tensor:
         ids = torch.zeros(states_1ND.shape[:2], dtype=torch.int64, device=states_1ND.device)
-        with giving([self.model.base_model], self.kind(**self.output | {"last_hidden_state": states_1ND})):
+        given, body = self.kind(**self.output | {"last_hidden_state": states_1ND}), self.model.base_model
+        with giving([body], given):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits
 
@@ -104,13 +113,10 @@ _KEPT = ("router_logits",)  # what else a forward may ask of the body's output
 @contextlib.contextmanager
 def giving(modules: Sequence[nn.Module], output: Any) -> Iterator[None]:
     """While the block runs, each of `modules` returns `output`, and computes nothing."""
-    for module in modules:
-        module.__dict__["forward"] = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for module in modules:
-            del module.__dict__["forward"]
+            stack.enter_context(mock.patch.object(module, "forward", return_value=output))
+        yield
 
 
 @torch.no_grad()
@@ -215,3 +221,122 @@ def _as_alone(model: Any, ids_S: Tensor, packed_SV: Tensor) -> bool:
     errors = (packed_SV.float() - alone_SV.float()).norm(dim=-1) / alone_SV.float().norm(dim=-1)
     # The median: rounding may send a token to another expert, which changes its logits altogether.
     return statistics.median(errors.tolist()) <= torch.finfo(alone_SV.dtype).eps ** 0.5
+
+
+def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+    """The Hugging Face model in a directory, in fp32 on `device`. Raises RewriterError where a weight is not finite."""
+    if not PlainTensors(directory).loadable:
+        return plain_model(directory, trust_remote_code)[0].to(device)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config._attn_implementation = None  # one that a config names may not be installed here
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        directory, config=config, trust_remote_code=trust_remote_code, dtype=torch.float32
+    )
+    require_finite(model.named_parameters(), str(directory))
+    return model.to(device)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """`model`, in eval mode, with no parameter to train."""
+    return model.eval().requires_grad_(False)
+
+
+def freeze_unchanged(student: nn.Module) -> None:
+    """Freeze the layers below the first rewritten one, the embeddings, and a head that is tied to them.
+
+    A layer of a class of transformers is unchanged; the classes of rewritten ones are elsewhere. A model without a
+    rewritten layer is trained whole.
+    """
+    layers = _layers(student)
+    below = _unchanged(layers)
+    if below < len(layers):
+        for part in (*layers[:below], base_of(student).get_input_embeddings()):
+            part.requires_grad_(False)
+
+
+def _unchanged(layers: list[nn.Module]) -> int:
+    rewritten = (i for i, layer in enumerate(layers) if type(layer).__module__.partition(".")[0] != "transformers")
+    return next(rewritten, len(layers))
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    return list(find_layers(base_of(module))[1])
+
+
+def share_frozen(student: nn.Module, teacher: nn.Module) -> None:
+    """Let the teacher read the student's frozen parameters where the two are equal: they are in memory once.
+
+    Names are equal, because a rewritten model keeps its source's; those below adapters stand a level deeper.
+    """
+    parameters = base_of(student).named_parameters()
+    held = {name.replace(".base_layer.", "."): p for name, p in parameters if not p.requires_grad}
+    same = {
+        id(parameter): held[name]
+        for name, parameter in teacher.named_parameters()
+        if name in held and held[name].dtype == parameter.dtype and torch.equal(held[name].cpu(), parameter.cpu())
+    }
+    for part in teacher.modules():  # those that are tied, too
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in same:
+                part._parameters[leaf] = same[id(parameter)]
+
+
+class Trunk:
+    """The first `depth` layers. Within `kept` a forward of the teacher leaves their output, and within `given` a
+    forward of the student takes it in their place."""
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, depth: int) -> None:
+        self.own, self.last = _layers(student)[:depth], _layers(teacher)[depth - 1]
+        self._output: Any = None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the output of the last layer."""
+
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._output = output
+
+        hook = self.last.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        """Give the kept output, by every layer: nothing below the last one reads it."""
+        output, self._output = self._output, None
+        with giving(self.own, output):
+            yield
+
+
+@torch.no_grad()
+def trunk_of(student: nn.Module, teacher: nn.Module) -> Trunk | None:
+    """The trunk of the layers that both models hold together (`share_frozen`).
+
+    None where there is none, or where layers above read more of it than its output: that is tried on two short rows.
+    """
+    own, theirs, depth = _layers(student), _layers(teacher), 0
+    while depth < _unchanged(own) and _held_together(own[depth], theirs[depth]):
+        depth += 1
+    embeddings = base_of(student).get_input_embeddings().weight
+    if not depth or embeddings is not base_of(teacher).get_input_embeddings().weight:
+        return None
+    trunk = Trunk(student, teacher, depth)
+    ids = torch.arange(14, device=embeddings.device).reshape(2, 7) % len(embeddings)
+    training = student.training
+    student.eval()
+    try:
+        with trunk.kept():
+            teacher(input_ids=ids, use_cache=False)
+        with trunk.given():
+            above = student(input_ids=ids, use_cache=False).logits
+        whole = student(input_ids=ids, use_cache=False).logits  # last: what it leaves behind must not help
+    finally:
+        student.train(training)
+    return trunk if torch.allclose(whole, above, rtol=1e-4, atol=1e-5) else None
+
+
+def _held_together(own: nn.Module, theirs: nn.Module) -> bool:
+    other = dict(theirs.named_parameters())
+    return all(other.get(name) is parameter for name, parameter in own.named_parameters())

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from rewriter.adapt.models import Batch, Model, TokenStates
+from rewriter.adapt.models import Batch, Model, TokenStates, Trunk
 from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import RunRanks
-from rewriter.adapt.teacher import Trunk
 from rewriter.runtime.replicas import IGNORED, next_tokens
 from rewriter.training.zero.plus_plus import exact_weights
 

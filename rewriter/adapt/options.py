@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.common.yaml_documents import read
 from rewriter.kernels import parse_format
 
@@ -121,7 +120,7 @@ class AdaptOptions:
             ("--lora", self.lora, "adapters are on all linear layers"),
             ("--from-scratch", self.from_scratch, "random weights are all to be trained"),
             ("--tp or --sp", self.sharded, "the sharded module trains whole"),
-            (f"--zero {self.zero}", self.fully_sharded, "its shards hold trained and frozen weights alike"),
+            (f"--zero {self.zero}", self.fully_sharded, "its shards hold trained and frozen weights together"),
             ("--ep", self.ep > 1, "the ranks that share experts train all of them"),
         )
 

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rewriter.adapt.log import METRICS, read_metrics
+from rewriter.adapt.loop import METRICS, read_metrics
 from rewriter.adapt.models import HuggingFaceModel, base_of
 from rewriter.adapt.options import FREE, AdaptOptions
-from rewriter.adapt.run import Run
-from rewriter.adapt.students import Student
+from rewriter.adapt.students import Run, Student
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
 from rewriter.convert.conversion import save
 from rewriter.convert.reopened import taken_over

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from rewriter.adapt.models import frozen, load_model
 from rewriter.adapt.schedule import WIDE_ENOUGH, multiplies_bf16
-from rewriter.adapt.teacher import frozen, load_model
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import replace_text
 from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import check_tokens, context_length
 from rewriter.emit.files.output_directory import sha256_of
@@ -92,7 +93,7 @@ def self_written(
 
             writers = [_Writer(model, tokenizer, length, number + held_out * _HELD_OUT) for number in some]
             for number, texts in zip(some, write_together(model, writers, tell), strict=True):
-                _replace(parts[number], [json.dumps(text) + "\n" for text in texts])
+                replace_text(parts[number], "".join(json.dumps(text) + "\n" for text in texts))
     kept, left = [], tokens
     for line in (line for part in parts for line in part.read_text("utf-8").split("\n")[:-1]):
         if left <= 0:
@@ -101,14 +102,8 @@ def self_written(
         left -= example.pop("tokens")
         kept.append(json.dumps(example) + "\n")
     joined = place / f"self-{'held-out-' if held_out else ''}{tokens}.jsonl"
-    _replace(joined, kept)
+    replace_text(joined, "".join(kept))
     return joined
-
-
-def _replace(path: Path, lines: list[str]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text("".join(lines), encoding="utf-8")
-    os.replace(partial, path)
 
 
 def parts_at_once(source: Path, model: Any, length: int) -> int:

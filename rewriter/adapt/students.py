@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +20,29 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, set_seed
 
-from rewriter.adapt import teacher as teachers
-from rewriter.adapt.models import HuggingFaceModel, Model, ShardedModel, base_of, isolates_segments
+from rewriter.adapt.data_set import RunData
+from rewriter.adapt.models import (
+    HuggingFaceModel,
+    Model,
+    ShardedModel,
+    base_of,
+    freeze_unchanged,
+    frozen,
+    isolates_segments,
+    load_model,
+    share_frozen,
+)
+from rewriter.adapt.objective import evaluate
 from rewriter.adapt.options import AdaptOptions
-from rewriter.adapt.run import Run
+from rewriter.adapt.ranks import RunRanks
+from rewriter.adapt.schedule import RunSizes
 from rewriter.adapt.unshard import write_model
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import read_json, refuse_adapter
+from rewriter.common.run_context import RunContext
+from rewriter.common.text_settings import text_settings
 from rewriter.convert.conversion import save
-from rewriter.convert.rewritten_source import Opened, original_program, rewritten, write_source
+from rewriter.convert.rewritten_source import Opened, original_program, rewritten, source_config, write_source
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Parameter, Program
 from rewriter.runtime.loading import load as load_sharded
@@ -46,6 +63,83 @@ from rewriter.training import (
 )
 from rewriter.training.zero.master_weights import MakeOptimizer
 from rewriter.weights import Checkpoint
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of `adapt` on one rank.
+
+    settings: the Trainer's, from which `sizes` follow. place: the directory of the run while it goes on. original: the
+    directory of the original model, None where it is not known.
+    """
+
+    opened: Opened
+    options: AdaptOptions
+    settings: Mapping[str, Any]
+    data: RunData
+    sizes: RunSizes
+    ranks: RunRanks
+    device: torch.device
+    place: Path
+    original: Path | None
+    context: RunContext
+
+    @property
+    def source(self) -> Path:
+        """The original model over the weights that training begins with."""
+        return self.place / "source"
+
+    @property
+    def bf16(self) -> bool:
+        return bool(self.settings.get("bf16"))
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision of a forward pass."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def measured(self, model: Model) -> float:
+        """The loss on the rows that are not trained on. Raises RewriterError where it is not finite."""
+        batch = int(self.settings.get("per_device_eval_batch_size", self.sizes.micro_batch))
+        loss = evaluate(model, self.data.held_out, batch, self.ranks, self.device, self.autocast)
+        if not math.isfinite(loss):
+            raise RewriterError(
+                f"the loss on the evaluation rows is {loss}, although the weights were: the model computes beyond "
+                "the range of its dtype. Leave out --set bf16 or fp16, or lower the learning rate"
+            )
+        return loss
+
+
+def original_directory(opened: Opened, options: AdaptOptions, source: Path, teacher: Any) -> Path | None:
+    """The directory of the original model; None where it is not known, or nothing to compare with.
+
+    `source` will have the weights to train under the original wiring. Raises RewriterError where `teacher` is another
+    model than the one that was rewritten, and where weights to distil from are no longer the original's.
+    """
+    if options.from_scratch:
+        return None
+    if teacher is None:
+        if opened.manifest.adaptation is None:
+            return source
+        if options.method == "distill":
+            raise RewriterError(
+                f"{opened.root} has been trained since it was rewritten, so its weights are no longer the original's. "
+                "Give the original model as --teacher"
+            )
+        return None
+    place = Path(teacher)
+    refuse_adapter(place)
+    config = {}
+    if (place / "config.json").is_file():
+        config = read_json(place / "config.json", "Give the original model as --teacher.")
+    theirs, ours = text_settings(config), text_settings(source_config(opened))
+    for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
+        if theirs.get(name) != ours.get(name):
+            raise RewriterError(
+                f"--teacher {place}: its {name} is {theirs.get(name)!r}, that of the rewritten model "
+                f"{ours.get(name)!r}. Give the model that was rewritten"
+            )
+    return place
+
 
 PLUS_PLUS: Mapping[str, Any] = {"weights": "int8", "gradients": "int8/int4-hadamard"}
 """Formats of `--zero plus-plus` (ZeRO++, arXiv 2306.10209): of gathered weights, and of gradients in two hops."""
@@ -139,16 +233,16 @@ def _hugging_face_student(run: Run) -> Student:
     options, place, remote = run.options, run.place / "student", run.opened.manifest.adapted.modeling is not None
     run.ranks.on_first(lambda: _write_student(run, place))
 
-    def load(device: torch.device) -> nn.Module:
-        module = teachers.load_model(place, device, remote)
+    def loaded(device: torch.device) -> nn.Module:
+        module = load_model(place, device, remote)
         if options.train == "rewritten":
-            teachers.freeze_unchanged(module)
+            freeze_unchanged(module)
         return _with_adapters(module, options.lora, run.opened) if options.lora else module
 
-    built = Student(HuggingFaceModel(load(run.device), run.ranks.group))
+    built = Student(HuggingFaceModel(loaded(run.device), run.ranks.group))
     if options.base is not None:
         quantize_frozen(built.model.module, options.base)
-        built.exact = lambda: load(torch.device("cpu"))
+        built.exact = lambda: loaded(torch.device("cpu"))
     if run.ranks.world > 1:
         _distribute(run, built)
     return built
@@ -209,21 +303,21 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh | None, bf16: bool) -> None
 
 
 def teacher(built: Student, run: Run, original: Path) -> Model:
-    """The model in `original`, frozen, on the student's ranks. With adapters it reads the student's own weights."""
+    """The model in `original`, frozen, on the student's ranks. What is frozen in the student is in memory
+    once."""
     options, group = run.options, built.model.group
     if options.sharded:
         module = _runtime(run, original_program(original, tp=options.tp, sp=options.sp), "teacher")
         module.requires_grad_(False)
         return ShardedModel(module)
-    if options.lora and options.base is None and options.ep == 1 and not options.fully_sharded:
-        return HuggingFaceModel(teachers.below_adapters(built.model.module, original, run.device), group)
-    whole = teachers.frozen(teachers.load_model(original, run.device))
+    whole = frozen(load_model(original, torch.device("cpu")))
+    if built.experts is None and built.mesh is None:
+        share_frozen(built.model.module, whole)
+    whole.to(run.device)
     if built.experts is not None:
         shard_experts(whole, built.experts.mesh)
     elif built.mesh is not None:
         _fully_shard(whole, built.mesh, False)
-    elif options.train == "rewritten":
-        teachers.share_frozen(built.model.module, whole)
     return HuggingFaceModel(whole, group)
 
 

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rewriter.adapt.chat import ChatEncoder, checked_text
-from rewriter.adapt.examples import EXPECTED, BadExample, Faults, read_examples
+from rewriter.adapt.examples import EXPECTED, BadExample, ChatEncoder, Faults, checked_text, read_examples
 from rewriter.adapt.options import TooLong
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import not_a_token

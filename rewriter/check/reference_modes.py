@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rewriter.check.eager_blocks import Structure, find_structure
-from rewriter.check.output_projections import Shares
-from rewriter.check.per_rank_reference import LayerMode, PerRankReference
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference, Shares
+from rewriter.check.stream_hooks import Structure, find_structure
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
@@ -25,7 +24,7 @@ from rewriter.ir.simulate import load_weights
 
 
 @dataclass
-class Reference:
+class ModelReference:
     """The model that a rewritten program has to equal. `exact` says that it is the unmodified model itself.
 
     `passes` are the approximating ones; `whole` are the paths of the modules that every rank computes in full.
@@ -76,7 +75,7 @@ class Reference:
         return other
 
 
-def reference_of(program: Program, passes: Sequence[Any]) -> Reference:
+def reference_of(program: Program, passes: Sequence[Any]) -> ModelReference:
     """The reference of the function that `program` has on one device, made by `passes`.
 
     Raises RewriterError for a pass that has none, and for one with an oracle among others without.
@@ -90,8 +89,8 @@ def reference_of(program: Program, passes: Sequence[Any]) -> Reference:
             raise RewriterError(f"{names}: no independent reference of the two together. Use --verify none")
     ranks = program.mesh["tp"] if any(p.scope == "per_rank" for p in passes) else 1
     if ranks == 1:
-        return Reference(approximating, 1, ())
-    return Reference(approximating, ranks, _whole(program), _reordered(program, passes))
+        return ModelReference(approximating, 1, ())
+    return ModelReference(approximating, ranks, _whole(program), _reordered(program, passes))
 
 
 def _reordered(program: Program, passes: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -130,7 +129,7 @@ def layer_modes(model: PreTrainedModel, passes: Sequence[Any], whole: Sequence[s
 
 
 def _reducing(model: PreTrainedModel, structure: Structure, whole: Sequence[str]) -> dict[int, list[bool]]:
-    """By layer, for each of its blocks: whether it ends in a reduction."""
+    """A flag for each block of each layer: true if it ends in a reduction."""
     shares = Shares(model, structure, 1, whole)
     by_layer: dict[int, list[bool]] = {}
     for block, layer in enumerate(structure.layers):

@@ -22,7 +22,7 @@ def verify(directory: str | os.PathLike[str], context: RunContext = RunContext()
 
     Every file's sha256, and that weights are finite; then, where the manifest has golden logits and memory allows, the
     adapted checkpoint's and the sharded module's logits for the same tokens, the latter on as many real ranks as the
-    manifest names. What is not run is reported in words. Raises VerificationError for the first that differs,
+    manifest names. What is not run is reported with the reason. Raises VerificationError for the first that differs,
     RewriterError for no such output.
     """
     root = Path(directory)
@@ -112,7 +112,7 @@ def check_weights(root: Path, manifest: Manifest) -> None:
 def check_headers(root: Path, manifest: Manifest) -> None:
     """Compare sizes and headers of the checkpoint with what a rank's references say of them, if there are any.
 
-    It costs nothing beside a load, and finds a checkpoint that was replaced by another layout. Raises RewriterError
+    It costs nothing next to a load, and finds a checkpoint that was replaced by another layout. Raises RewriterError
     for one that was, VerificationError where the references changed.
     """
     references_file = next((entry.weights for entry in manifest.runtime.values() if entry.weights is not None), None)

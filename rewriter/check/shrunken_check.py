@@ -19,7 +19,7 @@ from rewriter.check.comparison import DIFFERENT, EXACT, QUANTIZED, RANKS, Verifi
 from rewriter.check.random_model import amplification, random_ids, random_model
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.common.errors import VerificationError
-from rewriter.common.scratch import scratch_folder
+from rewriter.common.files import scratch_folder
 from rewriter.common.shrink_sizes import rope_types
 from rewriter.common.text_settings import context_length
 from rewriter.ir import Program
@@ -141,7 +141,7 @@ def compare_emitted(
 
 
 def on_ranks(mesh: Mapping[str, int], what: str = "") -> str:
-    """A mesh in words: 2 ranks; 8 ranks (sp=4 × tp=2)."""
+    """A mesh as text: 2 ranks; 8 ranks (sp=4 × tp=2)."""
     ranks = ranks_of(mesh)
     axes = f" (sp={mesh['sp']} × tp={mesh['tp']})" if mesh.get("sp", 1) > 1 and mesh["tp"] > 1 else ""
     return f"{ranks} {what}rank{'s' * (ranks > 1)}{axes}"

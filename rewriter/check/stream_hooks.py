@@ -14,7 +14,7 @@ logits, never wrong ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ class Reader:
 
 
 Carry = Callable[[torch.Tensor], torch.Tensor]
-"""What a model makes of the stream before it adds to it: the same, another type, a multiple. Linear."""
+"""Linear function of the stream that a model adds to: the same, another type, a multiple."""
 
 
 class Ledger:
@@ -303,3 +303,74 @@ def _hidden(tree: Any) -> torch.Tensor | None:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim == 3:
             return leaf
     return None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The blocks of a model: block b reads stream value `starts[b]` and makes the values up to `starts[b + 1]`.
+
+    `layers[b]` is its decoder layer, `readers[b]` are the modules that read for it, `modules[b]` those that run in it.
+    `chain` names the additions that make the stream: value t + 1 comes from the `chain[t]`-th addition to value t.
+    """
+
+    chain: tuple[int, ...]
+    starts: tuple[int, ...]
+    layers: tuple[int, ...]
+    readers: tuple[tuple[nn.Module, ...], ...]
+    modules: tuple[tuple[nn.Module, ...], ...]
+
+    @property
+    def last(self) -> int:
+        """The number of the last stream value, which the final norm reads."""
+        return len(self.chain)
+
+
+@torch.no_grad()
+def find_structure(model: PreTrainedModel) -> Structure:
+    """The blocks of `model` (eval mode), found by running it on three tokens.
+
+    Raises RewriterError when the stream cannot be followed, or when its reads do not explain the model's logits.
+    """
+    expected = model(input_ids=few_ids(model), use_cache=False).logits
+    watch, _ = watch_few(model, Ledger())
+    chain: list[int] = []
+    value = watch.returned
+    while value > 0:
+        value, count = watch.made[value]
+        chain.insert(0, count)
+    watch, actual = watch_few(model, Ledger(), tuple(chain))
+    # The same additions in the same order: a difference means a read that was not seen, or a change of the stream.
+    if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
+        raise RewriterError(
+            f"{type(model).__name__}: the residual stream cannot be followed: something reads or changes it elsewhere "
+            "than in additions, casts and calls of torch functions"
+        )
+    return _blocks(model, watch, tuple(chain))
+
+
+def _blocks(model: PreTrainedModel, watch: Watch, chain: tuple[int, ...]) -> Structure:
+    last = len(chain)
+    starts = tuple(sorted({value for value, _ in watch.reads if value < last}))
+    if not starts or starts[0] != 0:
+        raise RewriterError(f"{type(model).__name__}: no layer reads the residual stream that the first one is given")
+    layers: list[int] = []
+    readers: list[tuple[nn.Module, ...]] = []
+    modules: list[tuple[nn.Module, ...]] = []
+    for start, end in zip(starts, (*starts[1:], last), strict=True):
+        own = [reader for value, reader in watch.reads if value == start]
+        if strays := [reader for reader in own if reader.layer != own[0].layer]:
+            raise RewriterError(
+                f"layer {strays[0].layer} ({type(strays[0].module).__name__}) reads the residual stream as it was for "
+                f"layer {own[0].layer}"
+            )
+        layers.append(own[0].layer)
+        readers.append(tuple(dict.fromkeys(reader.module for reader in own)))
+        modules.append(tuple(dict.fromkeys(module for value, module in watch.calls if start <= value < end)))
+    return Structure(chain, starts, tuple(layers), tuple(readers), tuple(modules))
+
+
+def check_layers(name: str, model: PreTrainedModel, layers: Collection[int]) -> None:
+    """Raises RewriterError for layers that `model` does not have."""
+    depth = len(decoder_layers(model))
+    if surplus := sorted(set(layers) - set(range(depth))):
+        raise RewriterError(f"{name}: layers {surplus}, the model has 0 to {depth - 1}")

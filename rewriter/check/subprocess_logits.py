@@ -1,4 +1,4 @@
-"""Logits of what was emitted, computed where its users compute them: in processes of their own.
+"""Logits of what was emitted, computed where its users compute them: in other processes.
 
 `load_huggingface.py` loads the adapted checkpoint where `rewriter` cannot be
 imported, `rewriter.runtime.logits_worker` runs the module on real ranks. Requests are JSON, results

@@ -27,10 +27,9 @@ from rewriter.cli import (
     search,
     serve,
 )
-from rewriter.common.errors import RewriterError, shortened
+from rewriter.common.errors import RewriterError, nearest, shortened
+from rewriter.common.packages import VERSION
 from rewriter.common.processes import end_with_job, leaving_on_signals, report
-from rewriter.common.suggestions import nearest
-from rewriter.common.version import VERSION
 
 HELP = """Rewrite a language model so that it communicates less when it is sharded.
 

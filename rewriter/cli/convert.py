@@ -11,7 +11,7 @@ import typer
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.files import read_given
-from rewriter.common.fork_server import start_early
+from rewriter.common.processes import start_early
 from rewriter.common.run_context import RunContext
 from rewriter.convert.save_options import SaveOptions
 

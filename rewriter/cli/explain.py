@@ -10,7 +10,7 @@ import typer
 from rewriter.cli import options
 from rewriter.cli.convert import parse_overrides
 from rewriter.common.files import require_place, write_text
-from rewriter.common.fork_server import start_early
+from rewriter.common.processes import start_early
 from rewriter.common.run_context import RunContext
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rewriter.cli import options
-from rewriter.common.fork_server import start_early
+from rewriter.common.processes import start_early
 from rewriter.common.run_context import RunContext
 
 

@@ -1,1 +1,1 @@
-"""What every room may need: errors, suggestions, YAML with lines, versions, numbers as text. No torch."""
+"""Ground of every room: errors, files, YAML with lines, processes, texts and tables, settings of configs."""

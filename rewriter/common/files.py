@@ -1,4 +1,4 @@
-"""Files that users name or give: read with every fault in words, written at once."""
+"""Files that users name or give, read with every fault named and written at once; and temporary ones."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import json
 import os
 import re
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.errors import RewriterError, VerificationError, shortened
 
 MAX_DEPTH = 64  # levels of a JSON file; code that walks through it calls itself as often
+ADAPTER_CONFIG = "adapter_config.json"
 MOST_TEXT = 256 << 20  # bytes of a file of prompts, or of text to measure on
+
+
+@contextmanager
+def scratch_folder(what: str) -> Iterator[Path]:
+    """A new folder for temporary files, called rewriter-WHAT-… in the system's directory for them."""
+    with tempfile.TemporaryDirectory(prefix=f"rewriter-{what}-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def name_of(path: str | os.PathLike[str]) -> str:
@@ -41,26 +52,29 @@ def write_text(path: Path, text: str, option: str) -> None:
             with open(path if number is None else os.dup(number), "w", encoding="utf-8") as stream:
                 stream.write(text)
         else:
-            _replace(Path(os.path.realpath(path)), text)
+            replace_text(Path(os.path.realpath(path)), text)
     except OSError as error:
         raise RewriterError(f"{option} {path}: cannot be written: {error.strerror or error}.") from None
 
 
 def _is_stream(path: Path) -> bool:
-    """What the process has open counts too: another file in its place would not be what its reader reads."""
+    """True for pipes and devices, and for what the process has open: another
+    file in its place would not be what its reader reads."""
     return _number(path) is not None or path.is_char_device() or path.is_fifo()
 
 
 def _number(path: Path) -> int | None:
-    """Of /dev/stdout and its like, the number of what is open. Opened again, a file would be written from its start."""
+    """Descriptor that /dev/stdout and its like name; None for other paths. Opened again, a file would be written from
+    its start."""
     name = os.path.abspath(path)
     if name in (known := {"/dev/stdout": 1, "/dev/stderr": 2}):
         return known[name]
-    found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", name)
-    return int(found[1]) if found else None
+    numbered = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", name)
+    return int(numbered[1]) if numbered else None
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Put `text` at `path` at once: a reader sees all of it, or what was there before."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("x", encoding="utf-8") as file:
@@ -144,3 +158,28 @@ def check_sha256(path: Path, expected: str) -> None:
             f"{path}: changed since it was written (sha256 {digest[:12]}…, the manifest says {expected[:12]}…). "
             "Rewrite the model again, or keep what was fine-tuned elsewhere."
         )
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Raise RewriterError where a directory holds an adapter of peft, alone or beside a model: transformers adds it
+    where peft is installed, and without it this is another model. Folders inside are not looked at, as transformers
+    does not."""
+    file = directory / ADAPTER_CONFIG
+    if not file.is_file():
+        return
+    if (directory / "config.json").is_file():
+        raise RewriterError(
+            f"{file}: an adapter lies beside the model. Merge it first (peft merge_and_unload): move {ADAPTER_CONFIG} "
+            "and adapter_model.* into a folder ADAPTER of their own, then PeftModel.from_pretrained("
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}), 'ADAPTER').merge_and_unload().save_pretrained("
+            "'NEW'). Or leave it out: move them away"
+        )
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    of = f" of {shortened(base)}" if base else ""
+    raise RewriterError(
+        f"{file}: this is an adapter{of}, not a model. Merge it first (peft merge_and_unload), and give NEW: "
+        f"AutoPeftModelForCausalLM.from_pretrained({str(directory)!r}).merge_and_unload().save_pretrained('NEW')"
+    )

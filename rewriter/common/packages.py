@@ -1,12 +1,16 @@
-"""Packages that some commands need beyond those that every installation has: the extras of pyproject.toml."""
+"""This package, its version and place, and the packages that some commands need beyond: pyproject.toml's extras."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 from rewriter.common.errors import RewriterError
+
+VERSION = "0.1.0"
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]  # what PYTHONPATH needs in processes that import the package
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "adapt": ("accelerate", "datasets", "peft", "tensorboard"),

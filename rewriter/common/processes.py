@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -17,18 +19,20 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from rewriter.common import fork_server
 from rewriter.common.errors import RewriterError
-from rewriter.common.scratch import scratch_folder
-from rewriter.common.version import PACKAGE_PARENT
+from rewriter.common.files import replace_text, scratch_folder
+from rewriter.common.packages import PACKAGE_PARENT
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 EMULATED = "REWRITER_EMULATE"  # what is emulated, see rewriter.emulation.config
@@ -69,7 +73,7 @@ def place(rank: int, world: int, port: int, local: int | None = None, locals: in
 
 
 def placed(ranks: int) -> Callable[[int], dict[str, str]]:
-    """By rank its `environment` in a world of `ranks` on this machine, as torchrun gives it."""
+    """Function of a rank: its `environment` in a world of `ranks` on this machine, as torchrun gives it."""
     port = free_port()
     return lambda rank: environment(ranks, **place(rank, ranks, port))
 
@@ -129,33 +133,37 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # a second Ctrl-C leaves no process behind
-        with _handling(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)):
-            self._stop()
-            self._stack.close()
+        with self._stack:
+            for end, seconds in (("terminate", self._grace), ("kill", math.inf)):
+                for process in self._running():
+                    getattr(process, end)()
+                limit = time.monotonic() + seconds
+                while self._running() and time.monotonic() < limit:
+                    time.sleep(_POLL_SECONDS)
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], **options: Any) -> Any:
         """Start `command` with these variables as its environment; `options` are further ones of Popen."""
-        options = {"env": {**variables, _REPORT: self._report(name)}, **options}
-        if not self._logged:
-            process = subprocess.Popen(command, **options)
-        else:
-            with self._log(name).open("wb") as log:
-                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                process = subprocess.Popen(command, **{**streams, **options})
-        self._processes[name] = process
+        with ExitStack() as stack:
+            if self._logged:
+                log = stack.enter_context(self._log(name).open("wb"))
+                options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, **options}
+            options = {"env": {**variables, _REPORT: self._report(name)}, **options}
+            process = self._processes[name] = subprocess.Popen(command, **options)
         return process
 
     def fork(self, name: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start `python WORDS…` ("-m MODULE …" or "-P SCRIPT …") from the fork server, where there is one."""
-        if fork_server.available():
-            report = {_REPORT: self._report(name)}
-            self._processes[name] = fork_server.fork(words, {**variables, **report}, self._log(name))
+        if _can_fork():
+            variables = {**variables, _REPORT: self._report(name)}
+            self._processes[name] = fork(words, variables, self._log(name))
         else:
             self.start(name, [sys.executable, *words], variables)
 
     def _report(self, name: str) -> str:
         return f"{os.getpid()}:{name}:{self.scratch / name}.failed"
+
+    def _log(self, name: str) -> Path:
+        return self.scratch / f"{name}.log"
 
     def wait(
         self, timeout: float | None = None, but: Sequence[str] = (), tick: Callable[[], None] = lambda: None
@@ -165,9 +173,9 @@ class Processes:
         Those named `but` serve the others: nobody waits for their end, and for one to end is a failure. `tick` is
         called every 0.02 s meanwhile.
         """
-        limit = float("inf") if timeout is None else time.monotonic() + timeout
+        limit = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            codes = {name: _exit_code(process) for name, process in self._processes.items()}
+            codes = self._codes()
             for name, code in codes.items():
                 if code or (code == 0 and name in but):
                     return self.failure(name, code)
@@ -180,13 +188,13 @@ class Processes:
             time.sleep(_POLL_SECONDS)
 
     def failure(self, name: str, code: int | None) -> Failure:
-        """Why process `name` failed, or the one that reported a failure before it, or was killed.
+        """Failure of process `name`, or of the one that reported one before it, or was killed.
 
         Who is killed reports nothing, and what the others report is that it is gone. An abort may follow from that too.
         """
-        reports = [json.loads(path.read_text(encoding="utf-8")) for path in self.scratch.glob("*.failed")]
-        codes = {other: _exit_code(process) or 0 for other, process in self._processes.items()}
+        codes = {other: status or 0 for other, status in self._codes().items()}
         killed = [other for other, status in codes.items() if status < 0 and status != -signal.SIGABRT]
+        reports = [json.loads(path.read_text(encoding="utf-8")) for path in self.scratch.glob("*.failed")]
         if killed and code is not None:
             name, code = killed[0], codes[killed[0]]
         elif reports and code is not None:
@@ -194,31 +202,15 @@ class Processes:
             name = first["name"]
             return Failure(name, codes[name] or code, first["line"], first["message"], first["details"])
         output = self._log(name).read_text(encoding="utf-8", errors="replace") if self._logged else ""
-        lines = [line for line in output.splitlines() if line.strip()]
+        lines = [line for line in output.splitlines() if line.strip()] or ["it printed nothing"]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-        line = (errors or lines or ["it printed nothing"])[0 if errors else -1].strip()
-        return Failure(name, code, line[:600], None, "\n".join(lines[-30:]) or "it printed nothing")
+        return Failure(name, code, (errors[:1] or lines[-1:])[0].strip()[:600], None, "\n".join(lines[-30:]))
 
-    def _log(self, name: str) -> Path:
-        return self.scratch / f"{name}.log"
-
-    def _stop(self) -> None:
-        for process in self._running():
-            process.terminate()
-        limit = time.monotonic() + self._grace
-        while self._running() and time.monotonic() < limit:
-            time.sleep(_POLL_SECONDS)
-        for process in self._running():
-            process.kill()
-        while self._running():
-            time.sleep(_POLL_SECONDS)
+    def _codes(self) -> dict[str, int | None]:
+        return {name: _exit_code(process) for name, process in self._processes.items()}
 
     def _running(self) -> list[subprocess.Popen[bytes] | BaseProcess]:
         return [process for process in self._processes.values() if _exit_code(process) is None]
-
-
-def _exit_code(process: subprocess.Popen[bytes] | BaseProcess) -> int | None:
-    return process.poll() if isinstance(process, subprocess.Popen) else fork_server.exit_code(process)
 
 
 def run_ranks(
@@ -254,6 +246,81 @@ def run_ranks(
             said = f"{failure.how}. The others were stopped" if killed else f"failed:\n{failure.details}"
             raise RewriterError(failure.message or f"{about}{failure.name} {said}")
         return [json.loads(result.read_text(encoding="utf-8")) for result in results]
+
+
+# --- the fork server: to import torch and transformers takes seconds, to fork a process that has them milliseconds.
+# What the imports read from the environment is the server's: `OMP_NUM_THREADS` is set again in the forked process.
+
+# Of rewriter only this module: the adapted checkpoint is loaded in a process that never saw the rest.
+_PRELOADED = (
+    "torch.distributed.tensor",
+    "torch.fx",
+    "safetensors.torch",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    __name__,
+)
+_lock = threading.Lock()  # multiprocessing reads an exit status from a pipe, once, in whichever thread asks first
+
+
+def _can_fork() -> bool:
+    """Linux only, as frameworks of other systems do not survive a fork; a daemonic process may start no others."""
+    return sys.platform == "linux" and not multiprocessing.current_process().daemon
+
+
+def _fork_context() -> ForkServerContext:
+    context = ForkServerContext()
+    if getattr(forkserver._forkserver, "_preload_modules", None) == ["__main__"]:  # a program may have set its own
+        context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def start_early() -> None:
+    """Start the fork server, which imports while the caller does; without this, the first fork starts it."""
+    if _can_fork():
+        _fork_context()
+        forkserver.ensure_running()
+
+
+def fork(words: Sequence[str], variables: Mapping[str, str], log: Path) -> BaseProcess:
+    """Run `python WORDS…` ("-m MODULE …" or "-P SCRIPT …") with `variables` as its environment; it writes to `log`."""
+    process = _fork_context().Process(target=_forked, args=(list(words), dict(variables), str(log)))
+    with _lock:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")  # else multiprocessing runs the caller's script there
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = main
+    return process
+
+
+def _exit_code(process: subprocess.Popen[bytes] | BaseProcess) -> int | None:
+    if isinstance(process, subprocess.Popen):
+        return process.poll()
+    with _lock:
+        return process.exitcode
+
+
+def _forked(words: list[str], variables: dict[str, str], log: str) -> None:
+    """In the forked process: what `python WORDS…` does, ended with the client, even if that is killed."""
+    end_with_parent()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.environ.clear()
+    os.environ.update(variables)
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(threads))
+    how, target, *arguments = words
+    sys.argv = [target, *arguments]
+    if how == "-m":
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(target, run_name="__main__")
 
 
 # --- in the processes ---
@@ -294,28 +361,32 @@ def end_with_job() -> bool:
         return _report_file is not None
     parent, name, file = variable.split(":", 2)
     _report_file = name, file
-    end_with_parent()
-    if multiprocessing.parent_process() is None and os.getppid() != int(parent):
-        os._exit(1)
+    if multiprocessing.parent_process() is None:  # what is forked ends with its client already
+        end_with_parent()
+        if os.getppid() != int(parent):
+            os._exit(1)
     return True
 
 
 def end_with_parent() -> None:
-    """End when the process that started this one does, even if it is killed."""
-    if sys.platform == "linux":
+    """End when the process that started this one does, even if it is killed; of a forked one, that is its client."""
+    if sys.platform == "linux" and multiprocessing.parent_process() is None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     else:
         threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
 
 
 def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+    client = multiprocessing.parent_process()
+    while client is None and os.getppid() == parent:
         time.sleep(1)
+    if client is not None:
+        client.join()
     os._exit(1)
 
 
 def report(line: str, message: str | None, details: str = "") -> bool:
-    """Hand the reason of a failure to the parent, if that is a `Processes`; whether it is."""
+    """Hand the reason of a failure to the parent, if that is a `Processes`: True if it is."""
     if _report_file is None:
         return False
     name, file = _report_file
@@ -325,32 +396,23 @@ def report(line: str, message: str | None, details: str = "") -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """At once, so that a reader never sees half of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(path)
+    """Write `content` as JSON, at once, so that a reader never sees half of it."""
+    replace_text(path, json.dumps(content))
 
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
     """In the main thread, a SIGTERM or SIGHUP within it raises SystemExit(128 + signal), so that what blocks began is
     put in order, as after a Ctrl-C. A handler that the program has set stays."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    with _handling({number: _leave for number in numbers if signal.getsignal(number) is signal.SIG_DFL}):
-        yield
-
-
-@contextmanager
-def _handling(handlers: Mapping[int, Any]) -> Iterator[None]:
-    """In the main thread, these signals have these handlers within it."""
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    changed = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, _leave)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _leave(number: int, _: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""What a config.json says of the language model in it, which is often one of several models in the file.
+"""Settings of the language model in a config.json, which is often one of several models in the file.
 
-transformers keeps the settings of the text model under a name of its own, and looks for some of them there and for
+transformers keeps the settings of the text model under another name, and looks for some of them there and for
 some at the top: everything here reads as it does (`PreTrainedConfig.get_text_config(decoder=True)`).
 """
 
@@ -17,8 +17,8 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 
 def nested_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config that is its text model's alone; empty where the whole config is one model's."""
-    found = (config.get(name) for name in _NESTED)
-    return next((part for part in found if isinstance(part, Mapping) and part), {})
+    parts = (config.get(name) for name in _NESTED)
+    return next((part for part in parts if isinstance(part, Mapping) and part), {})
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,9 +29,9 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def top_setting(config: Mapping[str, Any], *names: str) -> Any:
     """The first of `names` that is set (not null) at the top, else that of the text model; None where neither is."""
     for part in (config, nested_settings(config)):
-        found = next((part[name] for name in names if part.get(name) is not None), None)
-        if found is not None:
-            return found
+        value = next((part[name] for name in names if part.get(name) is not None), None)
+        if value is not None:
+            return value
     return None
 
 
@@ -75,8 +75,8 @@ def _numbers(config: Mapping[str, Any], *names: str) -> list[int]:
 
 
 def not_a_token(ids: Iterable[int], vocabulary: int | None, tokenizer: Any = None) -> str | None:
-    """Of the first of `ids` that is beyond a `vocabulary` of so many tokens (None: not known): its number, its text by
-    the `tokenizer`, the size, and what can be done, in words; None where there is none."""
+    """Message on the first of `ids` that is beyond a `vocabulary` of that many tokens (None: not known): its number,
+    its text by the `tokenizer`, the size, and what can be done. None where there is none."""
     wrong = next((i for i in ids if not 0 <= i < vocabulary), None) if vocabulary is not None else None
     if wrong is None:
         return None

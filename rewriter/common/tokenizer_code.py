@@ -1,4 +1,4 @@
-"""A tokenizer with Python code of its own (`auto_map` in tokenizer_config.json): which files it consists of.
+"""Files of a tokenizer that brings Python code (`auto_map` in tokenizer_config.json).
 
 They are read as text. Nothing of them is imported here.
 """
@@ -25,23 +25,23 @@ def own_code(directory: str | Path) -> list[str]:
     `repository--module.Class`. None of most tokenizers."""
     try:
         table = json.loads((Path(directory) / CONFIG).read_text(encoding="utf-8"))
-        found = table.get("auto_map", ())
-        found = found.get("AutoTokenizer") if isinstance(found, Mapping) else found
+        named = table.get("auto_map", ())
+        named = named.get("AutoTokenizer") if isinstance(named, Mapping) else named
     except (OSError, ValueError, AttributeError):
         return []
-    return [name for name in (found if isinstance(found, list) else [found]) if isinstance(name, str)]
+    return [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
 
 
 def code_files(directory: str | Path) -> list[Path]:
     """The Python files in a directory that its tokenizer's classes are in, and those that these import from there."""
-    root, found = Path(directory), list[Path]()
+    root, files = Path(directory), list[Path]()
     wanted = [name.rpartition(".")[0] for name in own_code(root) if "--" not in name]
     while wanted:
         path = root / f"{wanted.pop()}.py"
-        if path not in found and path.is_file():
-            found.append(path)
+        if path not in files and path.is_file():
+            files.append(path)
             wanted += _imported(path)
-    return sorted(found)
+    return sorted(files)
 
 
 def vocabulary_files(directory: str | Path) -> Iterator[Path]:

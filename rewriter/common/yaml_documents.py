@@ -45,7 +45,7 @@ class Problem:
 
 @dataclass
 class Document:
-    """What a YAML text holds. `lines` has the line of each value by its location, such as `("passes", 0, "layers")`."""
+    """Data of a YAML text. `lines` has the line of each value by its location, such as `("passes", 0, "layers")`."""
 
     data: Any = None
     lines: dict[Location, int] = field(default_factory=dict)
@@ -131,26 +131,26 @@ class _YamlReader:
         return _scalar(event.value) if event.implicit[0] and event.tag is None else event.value
 
     def mapping(self, location: Location) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        table: dict[str, Any] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
                 raise _Unreadable(_line(event), "a key must be a word.")
             key = event.value
             place = (*location, key)
             seen = self.document.lines.get(place)
-            if key in found:
+            if key in table:
                 self.refuse(event, f"key {key!r} again; it stands on line {seen} already.")
             else:
                 self.document.lines[place] = _line(event)
             value = self.value(next(self.events), place)
-            found.setdefault(key, value)
-        return found
+            table.setdefault(key, value)
+        return table
 
     def sequence(self, location: Location) -> list[Any]:
-        found: list[Any] = []
+        items: list[Any] = []
         while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-            found.append(self.value(event, (*location, len(found))))
-        return found
+            items.append(self.value(event, (*location, len(items))))
+        return items
 
     def refuse(self, event: yaml.Event, message: str) -> None:
         self.document.problems.append(Problem(_line(event), message))

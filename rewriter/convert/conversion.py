@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewriter.check.comparison import Verification
-from rewriter.check.real_ranks import compare_ranks
-from rewriter.check.real_weights import RealWeights
+from rewriter.check.real_weights import RealWeights, compare_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.common.run_context import ProgressCall, RunContext

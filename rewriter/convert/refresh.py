@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.check.comparison import Verification
-from rewriter.check.real_ranks import compare_ranks
+from rewriter.check.real_weights import compare_ranks
 from rewriter.check.saved_output import config_of, golden_figures
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json

@@ -7,7 +7,7 @@ import shutil
 from typing import Any
 
 from rewriter.check.comparison import Verification
-from rewriter.check.real_ranks import compare_ranks
+from rewriter.check.real_weights import compare_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.common.run_context import RunContext

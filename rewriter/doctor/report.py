@@ -20,9 +20,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from rewriter.common.numbers import json_text, size
-from rewriter.common.packages import EXTRAS, present
+from rewriter.common.packages import EXTRAS, VERSION, present
 from rewriter.common.tables import WIDE, plain_table
-from rewriter.common.version import VERSION
 
 # The versions of which runs of the tests are known: others of the supported range should work.
 TRIED = {

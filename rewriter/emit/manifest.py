@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING
 
-from rewriter.common.version import VERSION
+from rewriter.common.packages import VERSION
 
 if TYPE_CHECKING:
     from rewriter.ir import Program

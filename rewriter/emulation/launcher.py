@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import scratch_folder
 from rewriter.common.processes import EMULATED, Processes, environment, free_port, place
-from rewriter.common.scratch import scratch_folder
 from rewriter.emulation.config import EmulationConfig
 
 _ENVIRONMENT = "the environment process"

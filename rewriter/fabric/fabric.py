@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.fabric.alpha_beta import PLAIN, AlphaBeta, Protocol
 from rewriter.fabric.calls import Call, Delay, DelayModel, Kind, received_bytes
 from rewriter.fabric.links import Channel, Device, Link

@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.fabric.links import KERNELS, kernel_systems
 
 _TURNS = {"products": 6, "glue": 5}  # kernels to a graph, where it was more than one

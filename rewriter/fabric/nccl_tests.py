@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.common.yaml_documents import read_file
 from rewriter.fabric.calls import KINDS, Kind
 

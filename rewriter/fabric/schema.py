@@ -12,8 +12,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.common.yaml_documents import Document, Problem, read, read_file
 from rewriter.fabric.alpha_beta import PLAIN, Wire, nccl
 from rewriter.fabric.calls import Kind

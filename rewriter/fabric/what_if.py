@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.fabric.calls import KINDS, Call, Delay, DelayModel, Kind
 from rewriter.fabric.overlap import SECONDS_OF, SHARES_OF, OverlapCosts
 

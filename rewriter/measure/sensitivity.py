@@ -8,16 +8,13 @@ one device, and the output layer L/2 times more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import repeat, zip_longest
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of, drop_dead_nodes
-from rewriter.ir.live_model import opaque_modules
 from rewriter.ir.residual import by_layer, residual_blocks, stream_values
 from rewriter.ir.simulate import Simulator, load_weights
 from rewriter.measure.drift import windows
@@ -26,9 +23,6 @@ from rewriter.passes.tensor_parallel import TensorParallel
 
 # Digits that are kept: enough to rank layers, few enough that another summation order gives the same.
 _DIGITS = 4
-# Layers that are measured at a time, each with a window's logits; tokens of which distributions are compared at a time.
-_WORKERS = 8
-_ROWS = 16
 
 
 @torch.no_grad()
@@ -56,68 +50,24 @@ def sensitivity(
         weights = load_weights(program, torch.float32)
     original = with_stream(program, [start for start, _, _ in dropped.values()])
     rest = {end: between(program, [end]) for _, end, _ in dropped.values()}
-    divergence = dict.fromkeys(dropped, 0.0)
-
-    def before(window: torch.Tensor) -> tuple[_Reference, list[torch.Tensor]]:
+    divergence, pieces, done = dict.fromkeys(dropped, 0.0), windows(program, tokens), 0
+    for window in pieces:
         logits, *stream = Simulator(original, weights).run(window[None])[0]
-        return _Reference(logits[0]), stream
-
-    def cost(layer: int, value: torch.Tensor, window: torch.Tensor, reference: _Reference) -> float:
-        start, end, changed = dropped[layer]
-        for part, place in ((changed, start), (rest[end], end)):
-            (given,) = given_names([place])
-            value = Simulator(part, weights).run(window[None], given={given: value})[0]
-        return reference.divergence(value[0])
-
-    done, pieces = 0, windows(program, tokens)
-    with _threads(1 if opaque_modules(program) else _WORKERS) as pool:  # a live module computes for one at a time
-        ahead = pool.submit(before, pieces[0])
-        for window, following in zip_longest(pieces, pieces[1:]):
-            reference, stream = ahead.result()
-            if following is not None:
-                ahead = pool.submit(before, following)
-            each = pool.map(cost, dropped, stream, repeat(window), repeat(reference))
-            for layer, measured in zip(dropped, each, strict=True):
-                progress("measuring what each layer's drop costs", done, len(pieces) * len(dropped))
-                divergence[layer] += measured
-                done += 1
+        expected = logits[0].float().log_softmax(-1)
+        for value, (layer, (start, end, changed)) in zip(stream, dropped.items(), strict=True):
+            progress("measuring what each layer's drop costs", done, len(pieces) * len(dropped))
+            for part, place in ((changed, start), (rest[end], end)):
+                (given,) = given_names([place])
+                value = Simulator(part, weights).run(window[None], given={given: value})[0]
+            actual = value[0].float().log_softmax(-1)
+            divergence[layer] += float(F.kl_div(actual, expected, reduction="sum", log_target=True))
+            done += 1
     costs = {layer: float(f"{max(d / len(tokens), 0.0):.{_DIGITS}g}") for layer, d in divergence.items()}
     return tuple(costs.get(layer) for layer in range(program.source.num_layers))
 
 
-@contextmanager
-def _threads(most: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads without gradients that share the cores: small operators of one do not wait until all cores are free."""
-    cores = torch.get_num_threads()
-    workers = min(most, cores)
-    torch.set_num_threads(cores // workers)
-    pool = ThreadPoolExecutor(workers, initializer=torch.set_grad_enabled, initargs=(False,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(cores)
-
-
-class _Reference:
-    """The distributions that the original predicts in one window, from its logits [T, vocabulary]."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.log = logits.float().log_softmax(-1)
-        self.probabilities = self.log.exp()
-
-    def divergence(self, logits: torch.Tensor) -> float:
-        """The sum over the tokens of KL(original ‖ `logits`, [T, vocabulary]) in nats, a few tokens at a time: what is
-        between stays in the processor's cache."""
-        pieces = (x.split(_ROWS) for x in (self.log, self.probabilities, logits))
-        return sum(
-            float(torch.linalg.vecdot(old, log - new.float().log_softmax(-1)).sum())
-            for log, old, new in zip(*pieces, strict=True)
-        )
-
-
 def _dropped_layers(sharded: Program) -> dict[int, tuple[int, int, Program]]:
-    """By layer that allows it: the stream values that it reads and leaves, and the layer with its reduction dropped."""
+    """Layers that allow it: the stream values that each reads and leaves, and the layer with its reduction dropped."""
     attention, blocks = attention_reductions(sharded), by_layer(residual_blocks(sharded))
     programs: dict[int, tuple[int, int, Program]] = {}
     for layer, block in attention.items():

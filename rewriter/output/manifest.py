@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
-from rewriter.common.files import read_json
+from rewriter.common.files import read_json, refuse_adapter
 from rewriter.output.names import MANIFEST
 
 # A safetensors file. Engines take every *.safetensors for the model's weights, a download from the hub at any depth.

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
-from rewriter.common.files import read_json
+from rewriter.common.files import read_json, refuse_adapter
 from rewriter.output.names import MANIFEST, mesh_name, mesh_named, ranks_of
 
 

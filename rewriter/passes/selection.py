@@ -13,8 +13,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from rewriter.common.errors import RewriterError, shortened
-from rewriter.common.suggestions import nearest
+from rewriter.common.errors import RewriterError, nearest, shortened
 
 Selection = str | int | Sequence[int]
 

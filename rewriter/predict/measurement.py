@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import scratch_folder
 from rewriter.common.numbers import size
 from rewriter.common.processes import Processes, run_ranks
-from rewriter.common.scratch import scratch_folder
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype

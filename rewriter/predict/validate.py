@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import scratch_folder
 from rewriter.common.numbers import size
-from rewriter.common.scratch import scratch_folder
 from rewriter.ir import Program
 from rewriter.ir.communication import collectives
 from rewriter.passes.placement.rank_memory import memory

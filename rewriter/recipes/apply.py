@@ -8,8 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean
 
 if TYPE_CHECKING:
     from rewriter.ir import Program

@@ -7,8 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.common.yaml_documents import read, read_file
 
 

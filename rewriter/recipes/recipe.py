@@ -12,8 +12,7 @@ import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
-from rewriter.common.errors import RewriterError, shortened
-from rewriter.common.suggestions import did_you_mean, nearest
+from rewriter.common.errors import RewriterError, did_you_mean, nearest, shortened
 from rewriter.common.yaml_documents import Document, Location, Problem, read, read_file
 from rewriter.recipes import catalogue
 from rewriter.recipes.pass_options import PassSpec, Strict, instances

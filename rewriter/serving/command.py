@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from rewriter.check.saved_output import check_files, check_headers
-from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import refuse_adapter
 from rewriter.common.packages import EXTRAS, present
 from rewriter.common.shrink_sizes import HEADS, KV_HEADS, rope_types
 from rewriter.common.text_settings import text_settings

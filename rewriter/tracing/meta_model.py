@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rewriter.common.adapters import CONFIG, refuse_adapter
 from rewriter.common.errors import RewriterError, shortened
-from rewriter.common.files import read_json
+from rewriter.common.files import ADAPTER_CONFIG, read_json, refuse_adapter
 from rewriter.tracing.model_errors import refused
 
 # The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to
@@ -100,7 +99,7 @@ def _refuse_adapter_of_the_hub(source: str) -> None:
 
     adapter = None
     with contextlib.suppress(Exception):  # no such id, no network, no such file
-        adapter = hf_hub_download(source, CONFIG)
+        adapter = hf_hub_download(source, ADAPTER_CONFIG)
     if adapter is not None:
         refuse_adapter(Path(adapter).parent)
 

@@ -12,8 +12,8 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import refuse_adapter
 from rewriter.weights.expressions import Expression, evaluate
 from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
 

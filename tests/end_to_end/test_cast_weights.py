@@ -21,8 +21,7 @@ from rewriter.check import real_weights
 from rewriter.check.comparison import Verification
 from rewriter.check.coverage.configs import registered_types, small_config
 from rewriter.check.random_model import build_model
-from rewriter.check.real_ranks import compare_ranks, streamed_model
-from rewriter.check.real_weights import RealWeights
+from rewriter.check.real_weights import RealWeights, compare_ranks, streamed_model
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.emit.files import output_files, weights
 from rewriter.ir import Program

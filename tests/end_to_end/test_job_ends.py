@@ -21,8 +21,8 @@ from repository import ROOT
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import scratch_folder
 from rewriter.common.processes import Processes, environment, leaving_on_signals, run_ranks
-from rewriter.common.scratch import scratch_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it asks /proc")
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewriter as rw
 from rewriter import api
-from rewriter.adapt.teacher import load_model
+from rewriter.adapt.models import load_model
 from rewriter.cli import main
 
 # As in the files of Phi-3: the modules are not there, or would run.

@@ -27,8 +27,7 @@ from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
-from rewriter.measure.affinity import affinity, measurable, reordered
-from rewriter.measure.unit_assignment import assign_units
+from rewriter.measure.affinity import affinity, assign_units, measurable, reordered
 from rewriter.passes import permute as permute_module
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.permute import PermutableUnits, Permute, inverse, moved_units, order_of, permutable_units

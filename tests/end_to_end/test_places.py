@@ -41,7 +41,7 @@ h export '{o}' --onnx '{d}/ein modèle.onnx'
 m search . --fabric '{f}' --tp 2 --calibration '{d}/text é.txt' --loss 90% --out '{d}/gefunden é.yaml'
 o adapt . --data '{t}' --eval '{t}' --teacher '{m}' --set max_steps=1 --length 32 --verify none --out '{d}/geheilt é'
 h doctor --json
-h coverage --rows '{d}/rows é.json' --markdown '{d}'
+h coverage llama --json
 h fabrics show '{f}'
 h fabrics import '{d}/nccl é.log' --op all_reduce --out '{d}/測定.yaml'
 h fabrics calibrate --largest 4096 --repetitions 3 --out '{d}/測定 2.yaml'
@@ -57,7 +57,7 @@ NAMES = {
     "t": "ein Löwe/dåta.jsonl",
 }
 PARTS = [line.partition(" ")[::2] for line in LINES.strip().splitlines()]
-SLOW = ("ganz", "export", "search", "calibrate")
+SLOW = ("ganz", "export", "search", "calibrate", "coverage", "diff .", "reshard .")
 
 
 def run(base: Path, where: str, line: str) -> tuple[int, list[str]]:
@@ -86,7 +86,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (real / "prompts é.txt").write_text("def x\n", encoding="utf-8")
     (real / "text é.txt").write_text("def x return y\n" * 60, encoding="utf-8")
     (real / "dåta.jsonl").write_text('{"text": "def x return y z"}\n' * 40, encoding="utf-8")
-    (real / "rows é.json").write_text("[]", encoding="utf-8")
     (real / "nccl é.log").write_text(log(), encoding="utf-8")
     assert run(base, "h", "'{m}' --recipe '{r}' --tp 2 --verify none --out '{o}'")[0] == 0
     shutil.copytree(real / "aus gabe", real / "zweite")

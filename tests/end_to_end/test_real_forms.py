@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rewriter as rw
 from rewriter import RewriterError, api
 from rewriter.check.comparison import Verification
-from rewriter.check.real_ranks import compare_ranks
+from rewriter.check.real_weights import compare_ranks
 from rewriter.check.saved_output import verify
 from rewriter.convert.conversion import convert
 from rewriter.convert.reshard import reshard

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rewriter as rw
-from rewriter.check import real_ranks
+from rewriter.check import real_weights
 from rewriter.check.comparison import Verification
-from rewriter.check.real_ranks import compare_ranks, streamed_model
+from rewriter.check.real_weights import compare_ranks, streamed_model
 from rewriter.check.reference_modes import original_logits
 from rewriter.common.errors import VerificationError
 from rewriter.ir import Program
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_read_as_it_is_used(ladder: tuple[Program, Path], m
     program, out = ladder
     in_memory, streamed = Verification(), Verification()
     compare_ranks(program, MESH, out, in_memory)
-    monkeypatch.setattr(real_ranks, "too_large", lambda *_: "too large")
+    monkeypatch.setattr(real_weights, "too_large", lambda *_: "too large")
     compare_ranks(program, MESH, out, streamed)
     (name,) = streamed.figures()
     assert abs(in_memory.figures()[name] - streamed.figures()[name]) <= 1e-6

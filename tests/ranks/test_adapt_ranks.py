@@ -15,7 +15,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from rewriter.adapt.adaptation import adapt
-from rewriter.adapt.log import read_metrics
+from rewriter.adapt.loop import read_metrics
 from rewriter.adapt.options import AdaptOptions
 
 STEPS, ROWS = 4, 8

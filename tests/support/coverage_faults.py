@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from rewriter.check.coverage.coverage_row import Coverage
+from rewriter.check.coverage.report import Coverage
 
 
 def check(name: str) -> Coverage:

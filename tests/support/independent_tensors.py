@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 import emitted
 import torch
+from ladder_reference import ladder_reference
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -26,7 +27,6 @@ from transformers.core_model_loading import WeightRenaming, revert_weight_conver
 
 import rewriter as rw
 from rewriter.check.coverage.configs import small_config
-from rewriter.check.eager_blocks import ladder_reference
 from rewriter.check.random_model import EAGER, build_model, random_ids
 from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError

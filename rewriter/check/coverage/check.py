@@ -24,15 +24,14 @@ from transformers.utils import logging as hf_logging
 
 from rewriter.check.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
 from rewriter.check.coverage.configs import small_config
-from rewriter.check.coverage.coverage_row import CHECKS, VARIANT_CHECKS, Coverage, explain
-from rewriter.check.coverage.variants import candidates, changes_forward
-from rewriter.check.eager_blocks import ladder_reference
+from rewriter.check.coverage.report import CHECKS, Coverage, explain
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.random_model import EAGER, build_model, random_ids, randomize
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.check.shrunken_check import apply_passes, test_lengths
 from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.common.scratch import scratch_folder
+from rewriter.common.files import scratch_folder
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program, ops
@@ -46,13 +45,11 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 
 
-def check_with_variants(model_type: str) -> Coverage:
-    """As `check`, and each switch of the type's config that changes its forward: several times as long."""
-    return check(model_type, variants=True)
+def check(model_type: str, then: Callable[[Subject], None] = lambda subject: None) -> Coverage:
+    """Everything about one type; `then` is called with what was checked, unless it neither builds nor traces.
 
-
-def check(model_type: str, variants: bool = False) -> Coverage:
-    """Everything about one type. Raises nothing that a model or a rewrite may cause: that is in the result."""
+    Raises nothing that a model or a rewrite may cause: that is in the result.
+    """
     result = Coverage(model_type)
     begin = time.perf_counter()
     hf_logging.set_verbosity_error()
@@ -60,12 +57,11 @@ def check(model_type: str, variants: bool = False) -> Coverage:
     with (
         scratch_folder("coverage") as scratch,
         torch.no_grad(),
-        contextlib.suppress(_Stopped),
+        contextlib.suppress(Stopped),
     ):
-        subject = _Subject(result, scratch)
+        subject = Subject(result, scratch)
         subject.run()
-        if variants:
-            subject.run_variants()
+        then(subject)
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
 
@@ -74,11 +70,11 @@ _Reference = Callable[[torch.Tensor], torch.Tensor]
 """Logits [rows, tokens, vocabulary] of tokens [rows, tokens]."""
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """Without this check there is nothing to compare in those that follow."""
 
 
-class _Subject:
+class Subject:
     """One small model, its program, and what its logits must be."""
 
     def __init__(self, result: Coverage, scratch: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -93,10 +89,11 @@ class _Subject:
         with self._check("traces", needed=True):
             self.model = self._checkpoint(model)
             self.batches = [random_ids(self.config, length) for length in test_lengths(self.config)]
-            self.expected = [self._logits(ids) for ids in self.batches]
+            self.original = functools.partial(original_logits, self.model)
+            self.expected = [self.original(ids) for ids in self.batches]
             self.program = trace(self.source)
             self.weights = load_weights(self.program, torch.float32)
-            self._require(self.program, self.expected, self._logits, EXACT, "the traced program")
+            self._require(self.program, self.expected, self.original, EXACT, "the traced program")
         self.result.blocks = len(residual_blocks(self.program))
         self.result.stream = self.result.blocks > 0
         with self._check("ladder"):
@@ -115,24 +112,6 @@ class _Subject:
             if not getattr(self.result, name):  # what is not tried has the reason that the ladder has
                 self.result.reasons.setdefault(name, self.result.reasons.get("ladder", ""))
 
-    def run_variants(self) -> None:
-        """Each switch that changes the forward, thrown: the checks of `VARIANT_CHECKS` that hold for the default."""
-        for number, (name, value) in enumerate(candidates(self.config, self.model)):
-            try:
-                if not changes_forward(self.model, small_config(self.result.type, {name: value})):
-                    continue
-            except Exception:  # transformers itself cannot do that
-                continue
-            found = Coverage(self.result.type)
-            scratch = self.scratch / f"variant{number}"
-            with contextlib.suppress(_Stopped):
-                _Subject(found, scratch, {name: value}).run(VARIANT_CHECKS)
-            shutil.rmtree(scratch, ignore_errors=True)
-            lacking = [n for n in VARIANT_CHECKS if getattr(self.result, n) and not getattr(found, n)]
-            label = f"{name}={value}"
-            self.result.variants[label] = (found.reason or "") if lacking else ""
-            self.result.wrong += [f"{label}: {n}" for n in found.wrong]
-
     @contextlib.contextmanager
     def _check(self, name: str, *, needed: bool = False) -> Iterator[None]:
         """Note whether the block ran through. What stops one that is `needed` stops those that follow, too."""
@@ -143,7 +122,7 @@ class _Subject:
             if isinstance(error, VerificationError):
                 self.result.wrong.append(name)
             if needed:
-                raise _Stopped from error
+                raise Stopped from error
         else:
             setattr(self.result, name, True)
 
@@ -158,9 +137,7 @@ class _Subject:
             if not bool(original.isfinite().all()):
                 raise RewriterError("with large random weights the model's own logits are not finite")
             try:
-                layers = range(len(decoder_layers(model)))
-                with ladder_reference(model, layers):
-                    rewired = original_logits(model, ids)
+                rewired = _ladder_logits(model, range(len(decoder_layers(model))), ids)
             except Exception:  # a model without reference still has a trace; the ladder's check says the reason
                 break
             if relative_error(rewired, original) >= DIFFERENT:
@@ -170,11 +147,6 @@ class _Subject:
             self.config.save_pretrained(self.source)
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, **EAGER)
         return loaded.eval()
-
-    def _logits(self, ids: torch.Tensor, layers: set[int] | None = None) -> torch.Tensor:
-        """What the unmodified model computes, or its ladder on `layers`."""
-        with contextlib.nullcontext() if layers is None else ladder_reference(self.model, layers):
-            return original_logits(self.model, ids)
 
     def _require(
         self, program: Program, expected: list[torch.Tensor], reference: _Reference, limit: float, what: str
@@ -196,7 +168,7 @@ class _Subject:
         every = self._layers()
         for layers in (set(every), set(every[1::2])):
             program = Ladder(sorted(layers)).apply(self.program)
-            reference = functools.partial(self._logits, layers=layers)
+            reference = functools.partial(_ladder_logits, self.model, layers)
             expected = [reference(ids) for ids in self.batches]
             self._require_different(expected)
             self._require(program, expected, reference, EXACT, "the ladder")
@@ -209,7 +181,13 @@ class _Subject:
 
     def _tensor_parallel(self, ranks: int) -> None:
         program = apply_passes(self.program, [TensorParallel()], {"tp": ranks})
-        self._require(program, self.expected, self._logits, RANKS, f"the program on {ranks} ranks")
+        self._require(
+            program,
+            self.expected,
+            self.original,
+            RANKS,
+            f"the program on {ranks} ranks",
+        )
         with contextlib.suppress(RewriterError):  # a runtime module cannot hold everything
             compile(emit_runtime_module(program), "module.py", "exec")
         entry = program.history[-1]
@@ -249,8 +227,8 @@ class _Subject:
                 out, trust_remote_code=True, output_loading_info=True, **EAGER
             )
         code = type(model).__init__.__globals__
-        if "SMALL" in code and (found := code["difference"]()):
-            raise RewriterError(f"a version of transformers that its file does not name would be refused: {found}")
+        if "SMALL" in code and (difference := code["difference"]()):
+            raise RewriterError(f"a version of transformers that its file does not name would be refused: {difference}")
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(map(str, loaded.get(what) or ())):
                 raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
@@ -258,9 +236,14 @@ class _Subject:
             _require_equal(original_logits(model.eval(), ids), expected, EXACT, "the emitted checkpoint")
 
 
+def _ladder_logits(model: PreTrainedModel, layers: Collection[int], ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the ladder of the unmodified model on `layers`."""
+    return PerRankReference(model, dict.fromkeys(layers, LayerMode("ladder")), 1)(ids)
+
+
 def _require_equal(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
-    found = compare(what, actual, expected, limit)
-    if not found.passed:
+    done = compare(what, actual, expected, limit)
+    if not done.passed:
         raise VerificationError(
-            f"WRONG: {what} differs at {expected.shape[1]} tokens: {found.worst}; relative error {found.error:.1e}"
+            f"WRONG: {what} differs at {expected.shape[1]} tokens: {done.worst}; relative error {done.error:.1e}"
         )

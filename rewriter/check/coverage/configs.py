@@ -1,6 +1,6 @@
 """A small config for every causal-LM type that transformers registers: the type's default one, shrunken.
 
-What is particular to a type stands in `oddities.yaml` beside this file, with its reason, and nowhere else.
+`oddities.yaml` holds what is particular to a type, with its reason.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import yaml
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rewriter.common.errors import RewriterError
-from rewriter.common.suggestions import nearest
+from rewriter.common.errors import RewriterError, nearest
 from rewriter.tracing.shrink import representatives, shrink, text_config
 
 # Sizes divide by it, so that two and four ranks can be tried.

@@ -6,11 +6,10 @@ import multiprocessing as mp
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from rewriter.check.coverage.coverage_row import Coverage, explain
+from rewriter.check.coverage.report import Coverage, explain
 
 Check = Callable[[str], Coverage]
 """Everything about one type; must be importable by name in another process."""
@@ -26,39 +25,40 @@ def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    running: set[Any] = set()  # processes
-    with ThreadPoolExecutor(jobs) as threads:
-        rows = [threads.submit(_row, name, check, limit, context, running) for name in types]
-        try:
-            for row in as_completed(rows):
-                yield row.result()
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for process in list(running):
-                process.kill()
-
-
-def _row(name: str, check: Check, limit: float, context: Any, running: set[Any]) -> Coverage:
-    begin = time.monotonic()
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(check, name, send), daemon=True)
-    process.start()
-    running.add(process)
-    send.close()
+    waiting = list(types)
+    running: dict[Any, tuple[str, Any, float]] = {}  # by the end of a pipe: type, process, start
     try:
-        if receive.poll(limit):
-            row: Coverage = receive.recv()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                receive, send = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(check, name := waiting.pop(0), send), daemon=True)
+                process.start()
+                send.close()
+                running[receive] = name, process, time.monotonic()
+            ready = wait(list(running), timeout=0.1)
+            for receive, (name, process, begin) in list(running.items()):
+                seconds = time.monotonic() - begin
+                if receive in ready or seconds > limit:
+                    del running[receive]
+                    yield _row(name, process, receive if receive in ready else None, seconds, limit)
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+
+
+def _row(name: str, process: Any, result: Connection | None, seconds: float, limit: float) -> Coverage:
+    try:
+        if result is not None:
+            row: Coverage = result.recv()
             return row
         reason = f"it took more than {limit:.0f} s and was stopped"
     except EOFError:
         process.join()
         reason = f"its process died: {_death(process.exitcode)}"
     finally:
-        running.remove(process)
         process.kill()
         process.join()
-        receive.close()
-    return Coverage(name, reasons={"builds": reason}, seconds=round(time.monotonic() - begin, 2))
+    return Coverage(name, reasons={"builds": reason}, seconds=round(seconds, 2))
 
 
 def _work(check: Check, name: str, send: Connection) -> None:
@@ -67,7 +67,6 @@ def _work(check: Check, name: str, send: Connection) -> None:
     except Exception as error:  # a fault of the check itself is a row as well
         result = Coverage(name, reasons={"builds": explain(error)})
     send.send(result)
-    send.close()
 
 
 def _death(code: int | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import transformers
 
-from rewriter.common.version import VERSION
+from rewriter.common.packages import VERSION
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.per_rank import PerRankModule
 from rewriter.emit.huggingface.source_check import checking_code

@@ -17,9 +17,8 @@ from rewriter.check.saved_output import check_weights
 from rewriter.check.shrunken_check import MOST_RANKS
 from rewriter.check.subprocess_logits import huggingface_logits, rank_logits
 from rewriter.common.errors import RewriterError
-from rewriter.common.files import name_of
+from rewriter.common.files import name_of, scratch_folder
 from rewriter.common.run_context import RunContext
-from rewriter.common.scratch import scratch_folder
 from rewriter.convert.reopened import Reopened, find_source, reopen
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.explain.bisect.finding import Bisection, Fault, Step

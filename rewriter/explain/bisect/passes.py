@@ -17,9 +17,8 @@ from rewriter.check.random_model import random_ids
 from rewriter.check.reference_modes import reference_of
 from rewriter.check.shrunken_check import apply_passes, on_ranks, telling_copy, test_lengths
 from rewriter.common.errors import RewriterError
-from rewriter.common.files import name_of
+from rewriter.common.files import name_of, scratch_folder
 from rewriter.common.run_context import RunContext
-from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.explain.bisect.finding import Bisection, Fault, Step
 from rewriter.explain.bisect.locate import Stage, locate

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from rewriter.check.reference_modes import Reference
+from rewriter.check.reference_modes import ModelReference
 from rewriter.common.errors import RewriterError
 from rewriter.explain.bisect.values import LOGITS, Point, Ranks, Values, merged
 from rewriter.ir import Program, args_of
@@ -160,7 +160,7 @@ def _last_pass(calls: list[ModuleCall]) -> dict[Point, torch.Tensor]:
 
 
 @torch.no_grad()
-def expected_values(reference: Reference, model: PreTrainedModel, ids: torch.Tensor) -> dict[Point, Ranks]:
+def expected_values(reference: ModelReference, model: PreTrainedModel, ids: torch.Tensor) -> dict[Point, Ranks]:
     """Values that `reference` makes of the eager `model` (in eval mode) for `ids` [B, S] (int64).
 
     The residual stream is given by number, before each block and at the end, where the reference keeps it.

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.files import name_of
+from rewriter.common.files import name_of, scratch_folder
 from rewriter.common.run_context import RunContext
-from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
 from rewriter.emit.files.output_files import runtime_module

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.packages import PACKAGE_PARENT
 from rewriter.common.processes import environment, write_json
-from rewriter.common.version import PACKAGE_PARENT
 
 WORKER = ["-m", "rewriter.runtime.generation.compile_worker"]
 KEPT = 64  # steps, of a few MB each

@@ -24,8 +24,7 @@ from rewriter import RewriterError
 from rewriter.adapt import checkpoints, objective, output
 from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.checkpoints import claimed, place_of
-from rewriter.adapt.log import read_metrics
-from rewriter.adapt.loop import AdaptTrainer, Order, on_device
+from rewriter.adapt.loop import AdaptTrainer, Order, on_device, read_metrics
 from rewriter.adapt.models import HuggingFaceModel, TokenStates
 from rewriter.adapt.objective import evaluate
 from rewriter.adapt.options import AdaptOptions, parse_settings

@@ -349,6 +349,12 @@ def test_too_long_is_refused_by_name(tmp_path: Path) -> None:
         load_rows(path, shared(), length=8, too_long="split")
 
 
+def test_a_text_that_is_too_long_is_split_and_a_conversation_cut_where_nothing_is_said(tmp_path: Path) -> None:
+    path = written(tmp_path, {"text": "x" * 40}, chat("q", "a" * 40))
+    counts = load_rows(path, shared(), length=30, too_long=None).counts
+    assert (counts.split, counts.truncated) == (1, 1)
+
+
 def test_a_text_without_a_target_is_a_fault(tmp_path: Path) -> None:
     path = written(tmp_path, {"text": "ab"}, {"text": "a"})
     plain = tokenizer(eos_token=None, add_bos_token=False)

@@ -19,14 +19,13 @@ from rewriter import RewriterError
 from rewriter.adapt import adaptation, objective, self_written
 from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.data_set import OwnText
-from rewriter.adapt.log import read_metrics
-from rewriter.adapt.models import HuggingFaceModel
+from rewriter.adapt.loop import read_metrics
+from rewriter.adapt.models import HuggingFaceModel, freeze_unchanged, share_frozen, trunk_of
 from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import HIGHEST_RATE, WIDTH, Budget, plan
 from rewriter.adapt.self_written import chat_turns
 from rewriter.adapt.self_written import self_written as write
-from rewriter.adapt.teacher import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.common.text_settings import stream_width
 from rewriter.convert.rewritten_source import open_output
@@ -167,16 +166,6 @@ def test_what_was_trained_learns_from_the_data_where_no_original_is_given(tmp_pa
     for data in (None, "self:100"):
         with pytest.raises(RewriterError, match=r"the original is not known.*--teacher"):
             adapt(tmp_path / "first", data=data, out=tmp_path / "third", options=AdaptOptions())
-
-
-def test_a_text_that_is_too_long_is_split_and_a_conversation_cut(tmp_path: Path) -> None:
-    long = tmp_path / "long.jsonl"
-    long.write_text("".join(json.dumps({"text": "word " * 40}) + "\n" for _ in range(3)))
-    options = AdaptOptions(length=48, settings={**ON_CPU, "max_steps": 1})
-    adapt(adapted.directory("ladder"), data=long, out=tmp_path / "out", verify="none", options=options)
-    done = read_manifest(tmp_path / "out").adaptation
-    assert done is not None
-    assert (done.counts["split"], done.counts["truncated"]) == (3, 0)
 
 
 # Text of the original's own

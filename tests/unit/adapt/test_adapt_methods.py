@@ -13,7 +13,7 @@ from adapt_runs import run
 from safetensors.torch import load_file
 
 from rewriter.adapt import output, students
-from rewriter.adapt.log import read_metrics
+from rewriter.adapt.loop import read_metrics
 from rewriter.training.zero.frozen import FrozenLinear
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import coverage_faults
 import pytest
 import torch
+from repository import ROOT
+from subprocesses import load_module
 
 from rewriter.check.coverage import check as check_module
-from rewriter.check.coverage import coverage_table, pool
-from rewriter.check.coverage.check import check, check_with_variants
+from rewriter.check.coverage import pool
+from rewriter.check.coverage.check import check
 from rewriter.check.coverage.configs import oddities, registered_types, small_config
-from rewriter.check.coverage.coverage_row import CHECKS, Coverage
-from rewriter.check.coverage.variants import candidates, changes_forward
+from rewriter.check.coverage.report import CHECKS, Coverage
 from rewriter.check.random_model import build_model
 from rewriter.cli import main
 from rewriter.ir import Body, Program
@@ -24,6 +24,8 @@ from rewriter.tracing.meta_model import build_skeleton
 from rewriter.tracing.shrink import depth, text_config
 
 pytestmark = pytest.mark.tracer
+
+coverage_pages = load_module("coverage_pages", ROOT / "tools/docs/coverage_pages.py")
 
 # Types
 
@@ -43,14 +45,14 @@ def test_what_the_product_promises_holds_for_a_type(model_type: str) -> None:
 @pytest.mark.slow
 def test_switches_of_a_config_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that the default config does not show is found in the variant that does."""
-    row = check_with_variants("stablelm")
+    row = coverage_pages.check("stablelm")
     assert set(row.variants) == {
         "hidden_act=gelu", "qk_layernorm=True", "use_parallel_residual=True", "use_qkv_bias=True",
     }  # fmt: skip
     assert not any(row.variants.values())
     right = per_head._stacked
     monkeypatch.setattr(per_head, "_stacked", lambda body, count, *rest: reversed_heads(right(body, count, *rest)))
-    row = check_with_variants("stablelm")
+    row = coverage_pages.check("stablelm")
     assert row.reason is None
     assert row.wrong == ["qk_layernorm=True: traces"]
 
@@ -65,18 +67,11 @@ def reversed_heads(body: Body) -> Body:
 def test_variants_are_what_changes_the_forward() -> None:
     config = small_config("stablelm")
     model = build_model(config)
-    found = dict(candidates(config, model))
+    found = dict(coverage_pages.candidates(config, model))
     assert found["qk_layernorm"] is True
     assert "use_cache" not in found
-    assert changes_forward(model, small_config("stablelm", {"use_parallel_residual": True}))
-    assert not changes_forward(model, small_config("stablelm", {"use_cache": False}))
-
-
-def test_variants_are_on_the_page() -> None:
-    held, stopped = Coverage("held", variants={"a=True": ""}), Coverage("stopped", variants={"b=True": "tp2: no"})
-    pages = coverage_table.pages([held, stopped])
-    assert "2 switches of 2 types" in pages["coverage.md"]
-    assert "- **stopped**, b=True: tp2: no" in pages["coverage_reasons.md"]
+    assert coverage_pages.changes_forward(model, small_config("stablelm", {"use_parallel_residual": True}))
+    assert not coverage_pages.changes_forward(model, small_config("stablelm", {"use_cache": False}))
 
 
 @pytest.mark.slow
@@ -204,33 +199,14 @@ def test_an_unknown_type_is_refused_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "lama: no causal-LM type of transformers. Did you mean 'llama'?" in capsys.readouterr().err
 
 
-def test_the_page_has_totals_and_reasons() -> None:
-    page, reasons = coverage_table.pages(rows()).values()
+def test_the_pages_have_totals_reasons_and_variants() -> None:
+    kind = coverage_pages.VariedCoverage
+    held, stopped = kind("held", variants={"a=True": ""}), kind("stopped", variants={"b=True": "tp2: no"})
+    page, reasons = coverage_pages.pages([*rows(), held, stopped]).values()
     assert "| ladder | 1 |" in page
     assert "| good | yes | yes | yes | yes | yes | yes | yes | 8 |" in page
     assert "- **refused**: traces, ladder, tp2, tp4, desync, emitted: its mask needs\\_values \\| \\*here\\*" in reasons
     assert "Wrong: none." in page
-
-
-def test_the_page_adds_totals_of_a_run_with_other_versions(tmp_path: Path) -> None:
-    older = [Coverage("good", builds=True, versions={"transformers": "5.17.0", "torch": "2.11.0"}), rows()[1]]
-    files = [tmp_path / "new.json", tmp_path / "old.json"]
-    for file, found in zip(files, (rows(), older), strict=True):
-        file.write_text(json.dumps([row.to_dict() for row in found]))
-    assert main(["coverage", "--rows", str(files[0]), "--markdown", str(tmp_path), "--compare", str(files[1])]) == 0
-    assert "- **refused**" in (tmp_path / "coverage_reasons.md").read_text()
-    page = (tmp_path / "coverage.md").read_text()
-    assert "## With transformers" in page
-    assert "2 types, of which builds 2, traces 0," in page
-    assert "Holds above and not here: good (traces, ladder, tp2, tp4, desync, emitted)." in page
-
-
-def test_rows_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.json").write_text('[{"type": "llama"}]')
-    assert main(["coverage", "--rows", str(tmp_path / "x.json")]) == 2
-    assert "x.json: not the output of `rewrite coverage --json`" in capsys.readouterr().err
-
-
-def test_rows_survive_the_way_between_processes() -> None:
-    for row in rows():
-        assert Coverage.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+    assert "2 switches of 2 types" in page
+    assert "- **stopped**, b=True: tp2: no" in reasons
+    assert list(coverage_pages.SAYS) == list(CHECKS)

@@ -11,14 +11,14 @@ import oracles
 import pytest
 import torch
 import zoo
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from ladder_reference import ladder_reference
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.check import shrunken_check as shrunken_check_module
 from rewriter.check.comparison import Verification, compare, relative_error
-from rewriter.check.eager_blocks import find_structure, ladder_reference
 from rewriter.check.random_model import random_ids, random_model
 from rewriter.check.shrunken_check import check_shrunken
-from rewriter.check.stream_hooks import decoder_layers
+from rewriter.check.stream_hooks import decoder_layers, find_structure
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.shrink_sizes import WINDOW
 from rewriter.ir import Program
@@ -191,20 +191,16 @@ def test_weights_of_the_copy_are_degenerate_nowhere() -> None:
 # The shrunken check
 
 
-def small_config(family: str) -> PretrainedConfig:
-    return zoo.config(family)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2", "mixtral"])
 def test_a_right_conversion_passes(family: str) -> None:
-    result = check_shrunken(small_config(family), [TensorParallel(), Ladder("upper-half")], 2)
+    result = check_shrunken(zoo.config(family), [TensorParallel(), Ladder("upper-half")], 2)
     figures = result.figures()
     assert set(figures) == {"trace = original model", "rewritten = its reference", "2 simulated ranks = 1 device"}
     assert all(check.passed and check.limit <= 1e-4 for check in result.checks)
 
 
 def test_exact_passes_are_compared_with_the_unmodified_model() -> None:
-    figures = check_shrunken(small_config("llama"), [TensorParallel()], 4).figures()
+    figures = check_shrunken(zoo.config("llama"), [TensorParallel()], 4).figures()
     assert "rewritten = original model" in figures
 
 
@@ -238,12 +234,12 @@ class Faulty(Ladder):
 def test_a_seeded_fault_fails_the_shrunken_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrunken_check_module, "single_device", lambda program: program)
     with pytest.raises(VerificationError, match=r"rewritten = its reference: worst at row \d, token \d+"):
-        check_shrunken(small_config("llama"), [Faulty("upper-half", fault=fault)])
+        check_shrunken(zoo.config("llama"), [Faulty("upper-half", fault=fault)])
 
 
 def test_without_a_fault_the_same_pass_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrunken_check_module, "single_device", lambda program: program)
-    check_shrunken(small_config("llama"), [Faulty("upper-half")])
+    check_shrunken(zoo.config("llama"), [Faulty("upper-half")])
 
 
 def test_a_comparison_that_could_not_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +253,7 @@ def test_a_comparison_that_could_not_fail_is_refused(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(shrunken_check_module, "random_model", quiet)
     with pytest.raises(VerificationError, match="shows nothing: its rewritten form differs from the original by"):
-        check_shrunken(small_config("llama"), [Ladder("upper-half")])
+        check_shrunken(zoo.config("llama"), [Ladder("upper-half")])
 
 
 def test_a_pass_without_reference_is_not_waved_through() -> None:
@@ -267,13 +263,13 @@ def test_a_pass_without_reference_is_not_waved_through() -> None:
         reference_modes = None
 
     with pytest.raises(RewriterError, match="other: no independent reference"):
-        check_shrunken(small_config("llama"), [Other("all")])
+        check_shrunken(zoo.config("llama"), [Other("all")])
 
 
 def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    check_shrunken(small_config("llama"), [Ladder("all")])
+    check_shrunken(zoo.config("llama"), [Ladder("all")])
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("rewriter")]
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from job_processes import is_gone, until
 
-from rewriter.common import fork_server
-from rewriter.common.processes import Processes, environment
+from rewriter.common.processes import Processes, environment, fork
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server on this system")
 
@@ -28,7 +27,7 @@ def _run(tmp_path: Path, source: str, **own: str) -> tuple[int | None, str]:
 def _start(tmp_path: Path, source: str, *arguments: str, **own: str) -> BaseProcess:
     script = tmp_path / "script.py"
     script.write_text(source)
-    return fork_server.fork(["-P", str(script), *arguments], environment(1, **own), tmp_path / "log")
+    return fork(["-P", str(script), *arguments], environment(1, **own), tmp_path / "log")
 
 
 def test_a_script_has_its_arguments_environment_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,22 +60,6 @@ def test_the_status_is_python_s(tmp_path: Path, source: str, status: int, said: 
     assert (code, said in output) == (status, True)
 
 
-def test_torch_is_there_already_and_rewriter_s_operators_are_not(tmp_path: Path) -> None:
-    """In a client that has no other fork server, as this one may."""
-    (tmp_path / "script.py").write_text(
-        "import sys\n"
-        "print('torch' in sys.modules, 'transformers' in sys.modules, 'rewriter.ir.ops' in sys.modules)\n"
-        "import torch\n"
-        "print(hasattr(torch.ops.rewriter, 'attention'))\n"
-    )
-    code = (
-        "import os\nfrom pathlib import Path\nfrom rewriter.common import fork_server\n"
-        "fork_server.fork(['-P', 'script.py'], os.environ, Path('log')).join()"
-    )
-    subprocess.run([sys.executable, "-c", code], env=environment(), cwd=tmp_path, check=True)
-    assert (tmp_path / "log").read_text().split() == ["True", "True", "False", "False"]
-
-
 def test_a_failure_is_reported_to_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -91,17 +74,27 @@ def test_a_failure_is_reported_to_the_job(tmp_path: Path) -> None:
     assert (failure.message, failure.code) == ("a tensor is missing", 2)
 
 
-def test_a_forked_process_ends_with_a_client_that_is_killed(tmp_path: Path) -> None:
-    """The client is a script without `if __name__ == "__main__"`, which multiprocessing would run in the fork again."""
-    (tmp_path / "script.py").write_text("import time; time.sleep(600)")
+def test_a_forked_process_has_torch_already_and_ends_with_a_client_that_is_killed(tmp_path: Path) -> None:
+    """The client has no other fork server, as this process may, and is a script without `if __name__ == "__main__"`,
+    which multiprocessing would run in the fork again. Operators of rewriter are not in the fork."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys, time\n"
+        "loaded = [name in sys.modules for name in ('torch', 'transformers', 'rewriter.ir.ops')]\n"
+        "import torch\n"
+        "print(*loaded, hasattr(torch.ops.rewriter, 'attention'), flush=True)\n"
+        "os.rename('log', 'seen')\n"
+        "time.sleep(600)"
+    )
     (tmp_path / "client.py").write_text(
-        "import os, signal\nfrom pathlib import Path\nfrom rewriter.common import fork_server\n"
-        "fork_server.start_early()\n"
-        "print(fork_server.fork(['-P', 'script.py'], os.environ, Path('log')).pid, flush=True)\n"
+        "import os, signal, time\nfrom pathlib import Path\nfrom rewriter.common import processes\n"
+        "processes.start_early()\n"
+        "print(processes.fork(['-P', 'script.py'], os.environ, Path('log')).pid, flush=True)\n"
+        "while not os.path.exists('seen'):\n    time.sleep(0.02)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     words = [sys.executable, "client.py"]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "seen").read_text().split() == ["True", "True", "False", "False"]
     (child,) = map(int, done.stdout.split())
     assert until(lambda: is_gone(child))

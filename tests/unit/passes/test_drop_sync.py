@@ -129,9 +129,7 @@ def test_measuring_takes_no_more_than_the_layers_after_each_drop(
         return leaf(self, module, path, inputs)
 
     monkeypatch.setattr(Simulator, "_leaf", counting)
-    threads = torch.get_num_threads()
     sensitivity(program, zoo.batch(1, 300)[0], 2)
-    assert torch.get_num_threads() == threads
     assert computed["lm_head"] == 2 * (1 + 4)
     assert [computed[f"model.layers.{layer}.mlp.down_proj"] for layer in range(4)] == [4, 6, 8, 10]
 

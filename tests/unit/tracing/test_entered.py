@@ -8,11 +8,11 @@ from typing import Any
 import emitted
 import pytest
 import torch
+from ladder_reference import ladder_reference
 from oracles import relative_error
 from programs import PASSES, tensor_parallel
 from random_models import Models
 
-from rewriter.check.eager_blocks import ladder_reference
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module

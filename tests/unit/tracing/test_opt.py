@@ -8,12 +8,12 @@ import functools
 import pytest
 import torch
 import zoo
+from ladder_reference import ladder_reference
 from oracles import relative_error
 from programs import PASSES, tensor_parallel
 from torch import fx
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.check.eager_blocks import ladder_reference
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Leaf, Program

@@ -1,19 +1,25 @@
-"""What is known of one type: which comparisons hold, and for the others the reason and the line that stopped them."""
+"""The rows of `rewrite coverage`, each of one type.
+
+A row has the comparisons that hold, and for the others the reason and the line that stopped them.
+"""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.tables import plain_table
 
 # In the order in which they are made; a reason is named after its check.
 CHECKS = ("builds", "traces", "ladder", "tp2", "tp4", "desync", "emitted")
-VARIANT_CHECKS = ("traces", "ladder", "tp2")
 
 
 @dataclass
@@ -21,11 +27,9 @@ class Coverage:
     """The row of one type.
 
     `stream`: it has a residual stream, of `blocks` blocks. `reductions`: all-reduces of the layers on two ranks, none
-    where no layer can be split. `replicated`: what ranks compute alike instead of sharing it, with the reason.
+    where no layer can be split. `replicated`: what every rank computes in full instead of sharing it, with the reason.
     `reasons`: by check, why it does not hold. `wrong`: checks whose result was computed and is not the expected one,
-    in contrast to those that were refused. `variants`: by switch of the config that changes the forward, why not all
-    of `VARIANT_CHECKS` hold that hold for the default, "" where they do. `versions`: of the libraries that it was found
-    with.
+    in contrast to those that were refused. `versions`: those of the libraries.
     """
 
     type: str
@@ -42,7 +46,6 @@ class Coverage:
     replicated: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    variants: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     versions: dict[str, str] = field(
         default_factory=lambda: {name: version(name) for name in ("transformers", "torch")}
@@ -60,14 +63,9 @@ class Coverage:
         """Plain data, for JSON."""
         return {**asdict(self), "reason": self.reason}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`; of an earlier version's, which knew no variants, too."""
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data or f.name != "variants"})
-
 
 def explain(error: BaseException) -> str:
-    """What went wrong in one line, and where: the source line of the first cause, in transformers where it is there."""
+    """An error in one line, with the source line of its first cause, in transformers where it is there."""
     text = " ".join(str(error).split()) or type(error).__name__
     if not isinstance(error, RewriterError):
         text = f"{type(error).__name__}: {text}"
@@ -90,3 +88,21 @@ def _place(error: BaseException) -> str | None:
             if package in path and "/check/coverage/" not in path:
                 return f"{shown}{path.rpartition(package)[2]}:{line}"
     return None
+
+
+def table(rows: Sequence[Coverage]) -> RenderableType:
+    """One line per type, a mark per check and the blocks of its residual stream; totals; below it the reasons."""
+    shown = plain_table(
+        None, "type", *CHECKS, "blocks", numbers=["blocks"], whole=["type", *CHECKS], header_style="dim"
+    )
+    for row in rows:
+        marks = [
+            "[bold red]WRONG[/]" if name in row.wrong else "[green]yes[/]" if getattr(row, name) else "[dim]–[/]"
+            for name in CHECKS
+        ]
+        shown.add_row(escape(row.type), *marks, str(row.blocks or "–"))
+    shown.add_section()
+    totals = [str(sum(getattr(row, name) for row in rows)) for name in CHECKS]
+    shown.add_row(f"[bold]{len(rows)}[/]", *totals, "")
+    reasons = [f"[bold]{escape(row.type)}[/]: {escape(row.reason)}" for row in rows if row.reason]
+    return Group(shown, "", *reasons)

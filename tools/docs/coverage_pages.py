@@ -1,0 +1,238 @@
+"""The pages docs/results/coverage.md and coverage_reasons.md: `rewrite coverage`, and the variants of every type.
+
+    python tools/docs/coverage_pages.py docs/results
+
+A variant is a type's small config with one switch thrown that changes what the forward computes. Switches are found,
+not listed: booleans, the words that the config's class allows for a setting (`Literal`), and the activation, as far as
+the model's code reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+import os
+import re
+import shutil
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rewriter.check.coverage import check as coverage
+from rewriter.check.coverage import pool
+from rewriter.check.coverage.configs import registered_types, small_config
+from rewriter.check.coverage.report import CHECKS, Coverage
+from rewriter.check.random_model import build_model, random_ids
+from rewriter.check.reference_modes import original_logits
+from rewriter.tracing.shrink import text_config
+
+LIMIT = 900.0  # seconds for one type
+VARIANT_CHECKS = ("traces", "ladder", "tp2")
+
+
+@dataclass
+class VariedCoverage(Coverage):
+    """`variants`: by switch, why not all of `VARIANT_CHECKS` hold that hold for the default, "" where they do."""
+
+    variants: dict[str, str] = field(default_factory=dict)
+
+
+def check(model_type: str) -> VariedCoverage:
+    """The row of a type and of each of its variants."""
+    variants: dict[str, str] = {}
+    row = coverage.check(model_type, lambda subject: _try_variants(subject, variants))
+    return VariedCoverage(**vars(row), variants=variants)
+
+
+def _try_variants(default: coverage.Subject, variants: dict[str, str]) -> None:
+    for number, (name, value) in enumerate(candidates(default.config, default.model)):
+        try:
+            if not changes_forward(default.model, small_config(default.result.type, {name: value})):
+                continue
+        except Exception:  # transformers itself cannot do that
+            continue
+        row = Coverage(default.result.type)
+        scratch = default.scratch / f"variant{number}"
+        with contextlib.suppress(coverage.Stopped):
+            coverage.Subject(row, scratch, {name: value}).run(VARIANT_CHECKS)
+        shutil.rmtree(scratch, ignore_errors=True)
+        lacking = [n for n in VARIANT_CHECKS if getattr(default.result, n) and not getattr(row, n)]
+        label = f"{name}={value}"
+        variants[label] = (row.reason or "") if lacking else ""
+        default.result.wrong += [f"{label}: {n}" for n in row.wrong]
+
+
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+# Settings that no causal LM is asked for, or that add another model.
+_OTHER = ("is_decoder", "is_encoder_decoder", "add_cross_attention", "use_cache", "torchscript", "return_dict")
+
+
+def candidates(config: PreTrainedConfig, model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """(setting, another value) for every switch of `config` that the code of `model` reads; `text_config.name` names
+    one of a config inside."""
+    text = text_config(config)
+    inner = next((f"{k}." for k, v in config.__dict__.items() if v is text), "") if text is not config else ""
+    modules = {sys.modules[kind.__module__] for kind in map(type, model.modules())}
+    code = "\n".join(inspect.getsource(m) for m in modules if m.__name__.startswith("transformers.models."))
+    allowed = _words(type(text))
+    for path, value in _switches(text.to_dict(), inner):
+        name = path.rpartition(".")[2]
+        if name in _OTHER or not re.search(rf"""config\.{name}\b|config, ["']{name}["']""", code):
+            continue
+        if isinstance(value, bool):
+            yield path, not value
+        elif name in _ACTIVATIONS and isinstance(value, str):
+            yield path, "gelu" if value in ("silu", "swish") else "silu"
+        else:
+            yield from ((path, word) for word in allowed.get(name, ()) if word != value)
+
+
+def _switches(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The settings of a language model, with those of configs inside for its parts (`attn_config.alibi`)."""
+    for name, value in sorted(data.items()):
+        if isinstance(value, dict):
+            if name.startswith(("attn", "attention", "ffn", "mlp", "ssm", "moe")):
+                yield from _switches(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _words(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The words that a config's class allows, by setting."""
+    try:
+        hints = typing.get_type_hints(kind)
+    except Exception:  # an annotation that only a type checker can read
+        return {}
+    options = {name: (hint, *typing.get_args(hint)) for name, hint in hints.items()}
+    return {
+        name: tuple(word for h in kinds if typing.get_origin(h) is typing.Literal for word in typing.get_args(h))
+        for name, kinds in options.items()
+    }
+
+
+@torch.no_grad()
+def changes_forward(one: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """True if the model of `config` has other parameters than `one`, or computes something else with the same.
+
+    Raises what the model's class raises, where it cannot be built or run so.
+    """
+    other, ids = build_model(config), random_ids(config, 21)
+    weights = one.state_dict()
+    if {n: t.shape for n, t in other.state_dict().items()} != {n: t.shape for n, t in weights.items()}:
+        original_logits(other, ids)
+        return True
+    other.load_state_dict(weights)
+    return not torch.allclose(original_logits(other, ids), original_logits(one, ids), rtol=1e-4, atol=1e-5)
+
+
+# Pages
+
+SAYS = {
+    "builds": "its small config builds",
+    "traces": "the traced program equals the unmodified eager model",
+    "ladder": "ladder on all and on every second layer equals its reference, hooks on that model",
+    "tp2": "two ranks, simulated, equal the unmodified model",
+    "tp4": "four ranks, simulated, equal it",
+    "desync": "desync (2x, mean, P = 2) equals its reference",
+    "emitted": "the emitted checkpoint of the ladder loads in transformers and equals the reference",
+}
+PAGE = """# Coverage
+
+Generated by `tools/docs/coverage_pages.py`, {today}, with {versions}.
+
+Every causal-LM type that transformers registers: its default config, shrunken, dropout off, large random
+weights, in fp32, compared at 1, 21 and 100 tokens; where rounding chooses an expert, other tokens are
+compared. A refusal is listed with its reason and the line that it comes from
+([reasons](coverage_reasons.md)); a result that was computed and is not the expected one is called WRONG.
+
+## Totals of {count} types
+
+| check | holds for | what it says |
+|---|---:|---|
+{totals}
+
+{streams} of the types that trace have a residual stream. On two ranks, {shared} types share blocks; others
+that are equal there are replicated throughout. Wrong: {wrong}.
+
+## Variants
+
+{thrown} switches of {varied} types' configs (booleans, words, the activation) change what is computed.
+Thrown alone, {kept} leave traces, ladder, tp2 as they are for the default; the
+[reasons](coverage_reasons.md#variants) name the others.
+
+## Types
+
+| type | {checks} | blocks |
+|---|:-:|:-:|:-:|:-:|:-:|:-:|:-:|---:|
+{rows}
+"""
+REASONS = """# Reasons of coverage
+
+Generated by `tools/docs/coverage_pages.py` with [Coverage](coverage.md): why a check does not hold for a type.
+
+## What does not hold
+
+{reasons}
+
+## Variants
+
+{variants}
+
+## What ranks compute alike
+
+What tensor parallelism does not split is replicated, exactly:
+
+{replicated}
+"""
+
+
+def pages(rows: Sequence[Coverage]) -> dict[str, str]:
+    """Both pages by file name."""
+    versions = {name: number for row in rows for name, number in row.versions.items()}
+    varied = [row for row in rows if isinstance(row, VariedCoverage) and row.variants]
+    thrown = [(row.type, name, why) for row in varied for name, why in row.variants.items()]
+    page = PAGE.format(
+        today=datetime.date.today().isoformat(),
+        versions=" and ".join(f"{name} {number}" for name, number in versions.items()),
+        count=len(rows),
+        totals="\n".join(f"| {n} | {sum(getattr(row, n) for row in rows)} | {SAYS[n]} |" for n in CHECKS),
+        streams=sum(row.stream for row in rows),
+        shared=sum(row.tp2 and row.reductions > 0 for row in rows),
+        wrong=", ".join(f"`{row.type}` ({', '.join(row.wrong)})" for row in rows if row.wrong) or "none",
+        thrown=len(thrown),
+        varied=len(varied),
+        kept=sum(not why for _, _, why in thrown),
+        checks=" | ".join(CHECKS),
+        rows="\n".join(map(_line, rows)),
+    )
+    reasons = REASONS.format(
+        reasons="\n".join(f"- **{row.type}**: {_plain(row.reason)}" for row in rows if row.reason),
+        variants="\n".join(f"- **{kind}**, {_plain(name)}: {_plain(why)}" for kind, name, why in thrown if why),
+        replicated="\n".join(f"- **{r.type}**: {_plain('; '.join(r.replicated))}" for r in rows if r.replicated),
+    )
+    return {"coverage.md": page, "coverage_reasons.md": reasons}
+
+
+def _line(row: Coverage) -> str:
+    marks = ["**WRONG**" if name in row.wrong else "yes" if getattr(row, name) else "–" for name in CHECKS]
+    return f"| {row.type} | {' | '.join(marks)} | {row.blocks or '–'} |"
+
+
+def _plain(text: str) -> str:
+    """Text that markdown does not read as markup."""
+    for mark, plain in (("*", "\\*"), ("_", "\\_"), ("<", "&lt;"), ("|", "\\|"), ("][", "]\\[")):
+        text = text.replace(mark, plain)
+    return text
+
+
+if __name__ == "__main__":
+    rows = pool.run(registered_types(), check, jobs=os.cpu_count() or 1, limit=LIMIT)
+    for name, text in pages(sorted(rows, key=lambda row: row.type)).items():
+        Path(sys.argv[1], name).write_text(text, encoding="utf-8")
