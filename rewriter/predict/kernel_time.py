@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Device
 from rewriter.fabric.kernel_tables import KernelTable, Promised, kernel_table
-from rewriter.fabric.overlap import NONE
-from rewriter.passes.overlap import Overlap
+from rewriter.fabric.overlap import NONE, OverlapCosts
 from rewriter.predict.kernel_cost import Kernel
 
 _TILE, _SMALLEST_TILE, _SPLIT_DEPTH = 128, 16, 512
@@ -44,10 +43,10 @@ class Rates:
     dtype: str = ""
     promised: Promised | None = None
     factor: float = 1.0
-    overlap: Overlap = NONE
+    overlap: OverlapCosts = NONE
 
 
-def rates_of(device: Device, dtype: str, graphed: bool, overlap: Overlap = NONE) -> Rates:
+def rates_of(device: Device, dtype: str, graphed: bool, overlap: OverlapCosts = NONE) -> Rates:
     """The rates of `device` in a dtype. Raises RewriterError where the fabric does not say what predictions need."""
     if not device.peak or device.bandwidth <= 0.0:
         raise RewriterError(

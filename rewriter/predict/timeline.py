@@ -9,8 +9,8 @@ steps. The rules are those of torch's streams:
 - at an await the compute stream waits for the collective's end.
 
 While collectives hold SMs and memory bandwidth, kernels run slower (`roofline`). The rank is a typical one: the last of
-its group arrives at a collective by `Overlap.skew` later, and the collective starts then. What depends on another
-stream starts by `Overlap.crossing` later.
+its group arrives at a collective by `OverlapCosts.skew` later, and the collective starts then. What depends on another
+stream starts by `OverlapCosts.crossing` later.
 
 Idle time of the compute stream is the host's as far as the next kernel was not launched yet; beyond that it
 is exposed communication, while a collective ran that the stream waited for.

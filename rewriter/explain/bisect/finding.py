@@ -77,8 +77,10 @@ class Bisection:
         for name, value in facts.items():
             if value:
                 place.add_row(name, escape(value))
-        changed = Syntax("\n".join(fault.difference), "diff", background_color="default")
-        return Group(table, Text(), place, *([Text(), changed, Text()] if fault.difference else []), *notes)
+        changed: list[RenderableType] = []
+        if fault.difference:
+            changed = [Text(), Syntax("\n".join(fault.difference), "diff", background_color="default"), Text()]
+        return Group(table, Text(), place, *changed, *notes)
 
 
 def _error(value: float | None) -> str:

@@ -118,8 +118,8 @@ class _BisectedOutput:
             with scratch_folder("bisect") as scratch:
                 changed = reopen(opened.root, opened.manifest, None, scratch).origin
                 parting = first_parting(_values(changed, weights), _values(opened.origin, weights), REAL_WEIGHTS)
-        except RewriterError as error:
-            return replace(fault, cause=f"{fault.cause}; {error}")
+        except RewriterError as refusal:
+            return replace(fault, cause=f"{fault.cause}; {refusal}")
         if parting is None:
             return replace(fault, cause=f"{fault.cause}; the logits are the same")
         (side, path), error = parting

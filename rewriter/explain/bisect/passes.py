@@ -80,10 +80,10 @@ def bisect_recipe(
     progress = context.progress
     progress("tracing")
     traced = trace(model, trust_remote_code=context.trust_remote_code)
-    passes = calibrate(loaded, traced, tp, None, progress).build()
+    asked = calibrate(loaded, traced, tp, None, progress).build()
     report = Bisection(f"{name_of(model)}, {loaded.name} on {on_ranks(mesh)}")
     with scratch_folder("bisect") as scratch:
-        material, passes = material_of(weights, traced, passes, mesh, scratch, progress)
+        material, passes = material_of(weights, traced, asked, mesh, scratch, progress)
         bisect_passes(material, passes, mesh, report, progress)
     return report
 
