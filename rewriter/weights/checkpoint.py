@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+COMPARED = 1 << 24  # bytes that are compared at a time
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.bin.index.json", "*.ckpt", "*.pkl")
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -59,10 +60,10 @@ class Checkpoint:
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
         """Open a directory that holds model.safetensors, or model.safetensors.index.json and the files that it names.
 
-        As for transformers, an index says which files are read, and these say which tensors they hold; of a tensor in
-        two files that of the last one counts. Raises RewriterError, naming the file, if there is no such directory, no
-        safetensors (pickled weights are never opened), a broken header, or an index that names missing files or files
-        outside the directory.
+        As for transformers, an index says which files are read, and these say which tensors they hold. Raises
+        RewriterError, naming the file, if there is no such directory, no safetensors (pickled weights are never
+        opened), a broken header, an index that names missing files or files outside the directory, or a tensor that
+        two files hold with different values.
         """
         root = Path(directory)
         if not root.is_dir():
@@ -80,7 +81,28 @@ class Checkpoint:
             raise _no_weights(root)
         index = _read_index(root / INDEX)
         headers = {root / name: read_header(root / name) for name in sorted(set(index["weight_map"].values()))}
-        return cls(root, headers, index)
+        checkpoint = cls(root, headers, index)
+        checkpoint._refuse_two_values()
+        return checkpoint
+
+    def _refuse_two_values(self) -> None:
+        for path, header in self.headers.items():
+            for name, info in header.tensors.items():
+                kept = self.tensors[name]
+                if kept.file != path and not self._same(info, kept):
+                    raise RewriterError(
+                        f"{self.directory}: {path.name} and {kept.file.name} hold {name!r} with different values. "
+                        f"transformers takes that of {kept.file.name}: where it is the right one, "
+                        f"AutoModelForCausalLM.from_pretrained({str(self.directory)!r}).save_pretrained('NEW') writes "
+                        "it alone. Else download both files again."
+                    )
+
+    def _same(self, one: TensorInfo, other: TensorInfo) -> bool:
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        first, second = (memoryview(self.mapping(info.file))[slice(*info.offsets)] for info in (one, other))
+        pieces = range(0, one.nbytes, COMPARED)
+        return all(first[i : i + COMPARED] == second[i : i + COMPARED] for i in pieces)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

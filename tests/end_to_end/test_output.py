@@ -147,6 +147,16 @@ def test_an_output_without_manifest_is_a_bug_and_leaves_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "", ".", "rewrite.json"])
+def test_names_stay_inside(tmp_path: Path, name: str) -> None:
+    with (
+        pytest.raises(RewriterError, match="not the name of a file inside"),
+        OutputDirectory(tmp_path / "out") as output,
+    ):
+        output.path(name)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_runs_exclude_each_other(tmp_path: Path) -> None:
     with OutputDirectory(tmp_path / "out", job=JOB) as output:
         output.write("a", b"1")

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
@@ -92,13 +92,18 @@ class OutputDirectory:
 
     def path(self, name: str) -> Path:
         """The place to write the file `name` (a relative path with '/') to; its directory exists afterwards."""
-        path = self.staging / name
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts or str(pure) == MANIFEST:
+            raise RewriterError(f"{name!r}: not the name of a file inside {self.final}.")
+        path = self.staging / pure
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def write(self, name: str, data: str | bytes) -> str:
         """Write a small file onto the disk; returns its sha256."""
-        path, data = self.path(name), data.encode() if isinstance(data, str) else data
+        return self._written(self.path(name), data.encode() if isinstance(data, str) else data)
+
+    def _written(self, path: Path, data: bytes) -> str:
         write_to_disk(path, data)
         digest = hashlib.sha256(data).hexdigest()
         self.record(path, digest)
@@ -123,7 +128,7 @@ class OutputDirectory:
         """Write the manifest, the last file. The job is added under "job": by it a finished output is recognised."""
         text = json.dumps({**table, "job": self.job}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         self._has_manifest = True
-        self.write(MANIFEST, text)
+        self._written(self.staging / MANIFEST, text.encode())
 
     # Beginning and end
 

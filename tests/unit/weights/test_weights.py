@@ -335,11 +335,14 @@ def test_files_say_which_tensors_they_hold_and_the_index_only_which_files(tmp_pa
     assert shapes == {"a": (2,), "unlisted": (3,), "b": (4,), "c": (5,)}
 
 
-def test_of_a_tensor_in_two_files_that_of_the_last_counts(tmp_path: Path) -> None:
-    """As for transformers."""
+@pytest.mark.parametrize("other", [torch.zeros(2), torch.ones(3), torch.ones(2, dtype=torch.float16)])
+def test_a_tensor_of_two_values_in_two_files_is_refused(tmp_path: Path, other: torch.Tensor) -> None:
     index = {"a": "one.safetensors", "b": "two.safetensors"}
-    root = sharded(tmp_path, index, one={"a": torch.ones(2)}, two={"a": torch.zeros(3), "b": torch.ones(2)})
-    assert same(Checkpoint.open(root).read("a"), torch.zeros(3))
+    root = sharded(tmp_path / "same", index, one={"a": torch.ones(2)}, two={"a": torch.ones(2), "b": torch.ones(2)})
+    assert same(Checkpoint.open(root).read("a"), torch.ones(2))
+    root = sharded(tmp_path / "not", index, one={"a": torch.ones(2)}, two={"a": other, "b": torch.ones(2)})
+    with pytest.raises(RewriterError, match=r"one\.safetensors and two\.safetensors hold 'a' with different values"):
+        Checkpoint.open(root)
 
 
 @pytest.mark.parametrize(
