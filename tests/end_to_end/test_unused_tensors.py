@@ -120,15 +120,6 @@ def test_layers_beyond_those_of_the_config_are_not_used(source: Path) -> None:
     assert len(trace(source).source.unused) == 9
 
 
-<<<<<<< HEAD
-def test_of_a_tensor_with_two_values_that_of_the_last_file_counts(source: Path) -> None:
-    before = logits(source)
-    shard(source, **{"model.norm.weight": torch.full((zoo.HIDDEN,), 2.0)})
-    expected = logits(source)
-    assert not torch.allclose(expected, before)
-    api.convert(source, "tensor-parallel", out="out", options=api.SaveOptions(verify="none"))
-    torch.testing.assert_close(logits(Path("out")), expected)
-=======
 def test_a_tensor_with_two_values_is_refused(source: Path) -> None:
     shard(source, **{"model.norm.weight": torch.zeros(zoo.HIDDEN)})
     with pytest.raises(
@@ -137,7 +128,6 @@ def test_a_tensor_with_two_values_is_refused(source: Path) -> None:
         trace(source)
     assert "save_pretrained('NEW')" in str(e.value)
     assert "fault of rewriter" not in str(e.value)
->>>>>>> w/emit
 
 
 @pytest.mark.parametrize(
