@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from rewriter.ir import Program
     from rewriter.output.manifest import Manifest
     from rewriter.predict.results import RecipeComparison
+    from rewriter.predict.search.result import SearchResult
     from rewriter.predict.validation import Validation
     from rewriter.recipes import Recipe
     from rewriter.runtime.generation.text_stream import Generation
-    from rewriter.search.result import SearchResult
 
 _LOG = logging.getLogger("rewriter")
 
@@ -319,8 +319,8 @@ def search(
     Raises RewriterError for an unknown fabric, a model without weights, fewer than two ranks, a model of which no layer
     can be rewritten, and a `loss` within which nothing is faster than plain tensor parallelism.
     """
-    from rewriter.search.run import Asked
-    from rewriter.search.run import search as run
+    from rewriter.predict.search.run import Asked
+    from rewriter.predict.search.run import search as run
 
     asked = Asked(workload, cluster, loss, text, seed=seed)
     return run(model, asked, state=None if state is None else Path(state), context=context)
@@ -410,11 +410,11 @@ def generate(
     template, for a prompt that gives no tokens, tokens beyond the vocabulary or more than the model's table of
     positions has room for, and when a rank fails.
     """
+    from rewriter.check.prompts import prompt_ids, special_tokens, tokenizer_of
     from rewriter.check.saved_output import check_files, config_of
     from rewriter.common.text_settings import check_positions, check_tokens, context_length, vocabulary_size
     from rewriter.convert.rewritten_source import complete_config
     from rewriter.emit.end_tokens import GENERATION, end_tokens, not_applied
-    from rewriter.measure.prompts import prompt_ids, special_tokens, tokenizer_of
     from rewriter.output.manifest import read_manifest
     from rewriter.output.names import mesh_name, ranks_of
     from rewriter.runtime.generation.text_stream import TextStream

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from rewriter.check.drift import calibration_tokens, windows
+from rewriter.check.sensitivity import sensitivity
 from rewriter.ir.simulate import load_weights, simulate
-from rewriter.measure.drift import calibration_tokens, windows
-from rewriter.measure.sensitivity import sensitivity
 from rewriter.tracing import trace
 
 LIMIT = 45.0

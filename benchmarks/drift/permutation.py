@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
+from rewriter.check.affinity import affinity, measurable, reordered
+from rewriter.check.drift import DriftSums, calibration_tokens, load_tokenizer
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
-from rewriter.measure.affinity import affinity, measurable, reordered
-from rewriter.measure.drift import DriftSums, calibration_tokens, load_tokenizer
 from rewriter.passes.permute import DIGITS, order_of, permutable_units
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rewriter.check.drift import CALIBRATION, WINDOW, DriftSums
 from rewriter.common.cache_names import cache_argument
-from rewriter.measure.drift import CALIBRATION, WINDOW, DriftSums
 
 Block = Callable[[Tensor], Tensor]
 OWN: Mapping[str, Callable[[Tensor, Block, int], Tensor]] = {

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from rewriter.api import rewrite
+from rewriter.check.drift import CALIBRATION, DriftSums, calibration_tokens, load_tokenizer, other_weights
+from rewriter.check.sensitivity import sensitivity
 from rewriter.ir import Program
 from rewriter.ir.communication import collectives
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.kernels import parse_format
-from rewriter.measure.drift import CALIBRATION, DriftSums, calibration_tokens, load_tokenizer, other_weights
-from rewriter.measure.sensitivity import sensitivity
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.recipes import Recipe

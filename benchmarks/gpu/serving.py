@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import CYCLES_PER_SECOND, Row, Scale, Table
-from rewriter.serving.vllm import engine, sums
+from rewriter.runtime.serving.vllm import engine, sums
 
 BLOCKS = 32
 RANKS = 2

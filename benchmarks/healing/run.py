@@ -42,8 +42,8 @@ from rewriter.adapt.checkpoints import place_of
 from rewriter.adapt.loop import read_metrics
 from rewriter.adapt.models import Batch, HuggingFaceModel, freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
+from rewriter.check.drift import CALIBRATION
 from rewriter.convert.save_options import SaveOptions
-from rewriter.measure.drift import CALIBRATION
 from rewriter.recipes import Recipe
 
 WAYS: dict[str, list[str]] = {

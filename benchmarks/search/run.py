@@ -31,23 +31,23 @@ from typing import Any
 
 import torch
 
+from rewriter.check.drift import other_weights
 from rewriter.cli.search import parse_share
 from rewriter.common.errors import RewriterError
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
-from rewriter.measure.drift import other_weights
 from rewriter.predict.candidates import all_recipes
+from rewriter.predict.search.choices import BY_NAME, FORMATS, Mix, PlacedRewrite, mix_of
+from rewriter.predict.search.computed import SCHEDULES, WindowChange, as_computed
+from rewriter.predict.search.gains import Gains
+from rewriter.predict.search.measurements import Measurements
+from rewriter.predict.search.result import SearchResult, rise_of
+from rewriter.predict.search.run import Asked, opened
+from rewriter.predict.search.run import search as run
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
-from rewriter.search.choices import BY_NAME, FORMATS, Mix, PlacedRewrite, mix_of
-from rewriter.search.computed import SCHEDULES, WindowChange, as_computed
-from rewriter.search.gains import Gains
-from rewriter.search.measurements import Measurements
-from rewriter.search.result import SearchResult, rise_of
-from rewriter.search.run import Asked, opened
-from rewriter.search.run import search as run
 from rewriter.show.search import named, share
 
 RANDOM = 200

@@ -38,7 +38,7 @@ def patch() -> None:
     from torch import Tensor
     from vllm.distributed.parallel_state import GroupCoordinator
 
-    from rewriter.serving.vllm.engine import VllmEngine
+    from rewriter.runtime.serving.vllm.engine import VllmEngine
 
     all_reduce, begin = GroupCoordinator._all_reduce_out_place, VllmEngine.begin
 

@@ -20,6 +20,7 @@ from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import join
 from rewriter.adapt.schedule import DEFAULTS, WIDTH, plan
 from rewriter.adapt.students import Run
+from rewriter.check.drift import load_tokenizer
 from rewriter.check.saved_output import check_files, check_weights
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import json_text
@@ -31,7 +32,6 @@ from rewriter.convert.preflight import check_free
 from rewriter.convert.rewritten_source import Opened, open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.files.output_directory import sha256_of
-from rewriter.measure.drift import load_tokenizer
 from rewriter.output.manifest import AdaptationEntry
 from rewriter.runtime.loading import rank_device
 from rewriter.weights import Checkpoint

@@ -16,12 +16,12 @@ from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import LONGEST_ROW, OWN_TEXT, Budget, tokens_of_run
 from rewriter.adapt.self_written import self_written
 from rewriter.adapt.token_rows import load_rows
+from rewriter.check.drift import load_tokenizer
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import scratch_folder
 from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import context_length, vocabulary_size
 from rewriter.convert.rewritten_source import Opened, complete_config, write_source
-from rewriter.measure.drift import load_tokenizer
 
 PREFIX = "self:"
 HELD_OUT = 0.02  # of the rows, where no evaluation data are given

@@ -19,13 +19,13 @@ from transformers.cache_utils import DynamicLayer
 
 from rewriter.adapt.models import frozen, load_model
 from rewriter.adapt.schedule import WIDE_ENOUGH, multiplies_bf16
+from rewriter.check.drift import load_tokenizer
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import replace_text
 from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import check_tokens, context_length
 from rewriter.emit.files.output_directory import sha256_of
-from rewriter.measure.drift import load_tokenizer
 from rewriter.passes.placement.rank_memory import cache_elements
 from rewriter.tracing import trace
 from rewriter.weights import Checkpoint

@@ -12,15 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from rewriter.check import subprocess_logits
 from rewriter.check.asked_passes import asked_passes
 from rewriter.check.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
-from rewriter.check.random_model import random_ids
-from rewriter.check.reference_modes import reference_of
-from rewriter.check.shrunken_check import MOST_RANKS, compare_emitted, on_ranks, test_lengths
-from rewriter.common.errors import VerificationError
-from rewriter.emit.files.output_files import PlannedFiles
-from rewriter.emit.manifest import mesh_of
-from rewriter.ir import Program
-from rewriter.ir.simulate import load_weights, simulate
-from rewriter.measure.drift import (
+from rewriter.check.drift import (
     GOLDEN_TOKENS,
     calibration_tokens,
     drift,
@@ -29,6 +21,14 @@ from rewriter.measure.drift import (
     other_weights,
     too_large,
 )
+from rewriter.check.random_model import random_ids
+from rewriter.check.reference_modes import reference_of
+from rewriter.check.shrunken_check import MOST_RANKS, compare_emitted, on_ranks, test_lengths
+from rewriter.common.errors import VerificationError
+from rewriter.emit.files.output_files import PlannedFiles
+from rewriter.emit.manifest import mesh_of
+from rewriter.ir import Program
+from rewriter.ir.simulate import load_weights, simulate
 from rewriter.output.manifest import Drift
 from rewriter.output.names import ranks_of
 from rewriter.passes.base import bound_ranks, single_device

@@ -45,8 +45,8 @@ def golden_figures(root: Path, manifest: Manifest, progress: Callable[..., None]
 
     from rewriter.check import subprocess_logits
     from rewriter.check.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
+    from rewriter.check.drift import memory_shortage
     from rewriter.check.shrunken_check import MOST_RANKS
-    from rewriter.measure.drift import memory_shortage
     from rewriter.weights import Checkpoint
     from rewriter.weights.quantized_tensors import quantized_weights
 

@@ -12,7 +12,7 @@ def doctor(json: options.Json = False) -> None:
 
     Exit code 2 where something is missing that every command needs. Paste its output into a bug report.
     """
-    from rewriter.doctor.report import examine
+    from rewriter.cli.doctor_report import examine
 
     machine = examine()
     if json:

@@ -17,7 +17,7 @@ from rewriter.common.run_context import RunContext
 from rewriter.predict.workload import Cluster, Workload
 
 if TYPE_CHECKING:
-    from rewriter.search.result import SearchResult
+    from rewriter.predict.search.result import SearchResult
 
 
 def search(

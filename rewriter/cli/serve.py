@@ -24,7 +24,7 @@ def serve(
 
     An output that is bound to its ranks is served on that number. Arguments after -- go to the engine unchanged.
     """
-    from rewriter.serving.command import serve_command
+    from rewriter.cli.serve_command import serve_command
 
     command = serve_command(
         directory, tp=tp, engine=engine, arguments=arguments or [], check=check, trust_remote_code=trust_remote_code

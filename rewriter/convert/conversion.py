@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewriter.check.comparison import Verification
+from rewriter.check.drift import golden_tokens, load_tokenizer, too_large
 from rewriter.check.real_weights import RealWeights, compare_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
@@ -28,7 +29,6 @@ from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
-from rewriter.measure.drift import golden_tokens, load_tokenizer, too_large
 from rewriter.output.manifest import GOLDEN, AdaptationEntry, Drift, Golden, Manifest, SourceEntry, read_manifest
 from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.base import single_device

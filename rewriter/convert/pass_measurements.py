@@ -53,8 +53,8 @@ def _sensitivity(
     program: Program, recipe: Recipe, ranks: int, text: str | None, progress: Callable[..., None]
 ) -> tuple[Any, str]:
     """Cost of dropping each layer's attention reduction, alone."""
-    from rewriter.measure.drift import calibration_tokens, too_large
-    from rewriter.measure.sensitivity import sensitivity
+    from rewriter.check.drift import calibration_tokens, too_large
+    from rewriter.check.sensitivity import sensitivity
 
     if reason := too_large(program):
         raise _TooLarge(reason)
@@ -67,8 +67,8 @@ def _affinity(
     program: Program, recipe: Recipe, ranks: int, text: str | None, progress: Callable[..., None]
 ) -> tuple[Any, str]:
     """By block, which rank each head and channel should go to, under `recipe`."""
-    from rewriter.measure.affinity import affinity, measurable
-    from rewriter.measure.drift import calibration_tokens, too_large
+    from rewriter.check.affinity import affinity, measurable
+    from rewriter.check.drift import calibration_tokens, too_large
 
     others = recipe
     for index, rewrite in enumerate(recipe.build()):

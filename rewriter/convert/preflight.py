@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from rewriter.check import drift
 from rewriter.check.asked_passes import asked_passes
 from rewriter.check.comparison import Verification
 from rewriter.check.shrunken_check import MOST_RANKS, check_shrunken
@@ -17,7 +18,6 @@ from rewriter.emit.files.output_directory import OutputDirectory, taken
 from rewriter.emit.files.output_files import PlannedFiles
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
-from rewriter.measure import drift
 from rewriter.output.names import ranks_of
 from rewriter.passes.base import single_device
 from rewriter.passes.sequence.sequence_plans import sequence_plan

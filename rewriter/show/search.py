@@ -15,8 +15,8 @@ from rewriter.common.numbers import duration, times
 from rewriter.common.svg import log_ticks, path, svg, ticks
 from rewriter.common.tables import plain_table
 from rewriter.passes.selection import spans
-from rewriter.search.choices import DOES, Mix
-from rewriter.search.result import Rise, SearchPoint, SearchResult, Single
+from rewriter.predict.search.choices import DOES, Mix
+from rewriter.predict.search.result import Rise, SearchPoint, SearchResult, Single
 from rewriter.show.charts import HEIGHT, SHAPES, WIDTH, Plot
 from rewriter.show.page import render
 

@@ -128,7 +128,7 @@ def test_a_measurement_that_says_otherwise_is_followed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is dropped is what the measurement says, whatever it says: no layer is hard-wired."""
-    monkeypatch.setattr("rewriter.measure.sensitivity.sensitivity", lambda *_, **__: (0.1, 0.4, None, 0.2))
+    monkeypatch.setattr("rewriter.check.sensitivity.sensitivity", lambda *_, **__: (0.1, 0.4, None, 0.2))
     report = api.convert(source, "drop-sync", out=tmp_path / "out", tp=2, options=api.SaveOptions(dry_run=True))
     [entry] = [p for p in report.passes if p["name"] == drop_sync_module.DropSync.name]
     assert entry["summary"].endswith("in 1 of 4 layers: 0")

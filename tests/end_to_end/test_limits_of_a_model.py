@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 import rewriter as rw
 from rewriter.adapt.self_written import self_written
 from rewriter.api import convert
+from rewriter.check.drift import calibration_tokens
 from rewriter.common.errors import RewriterError
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir.absolute_positions import position_table
-from rewriter.measure.drift import calibration_tokens
+from rewriter.predict.search.texts import text_for
 from rewriter.runtime.generation.generate import generate
 from rewriter.runtime.loading import load
-from rewriter.search.texts import text_for
 
 FEW = 100  # tokens, of the 259 that the tokenizer has
 BEYOND = f"beyond the model's vocabulary of {FEW}"

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from rewriter.api import convert
 from rewriter.check.comparison import Verification
+from rewriter.check.drift import DriftSums
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.numbers import json_text
 from rewriter.convert.save_options import SaveOptions
-from rewriter.measure.drift import DriftSums
 from rewriter.weights import Checkpoint, finite
 from rewriter.weights.checkpoint import torch_dtype
 from rewriter.weights.early_copies import EarlyCopies

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from rewriter import AdaptOptions, api
+from rewriter.check.drift import calibration_tokens
+from rewriter.cli.serve_command import serve_command
 from rewriter.common import packages
 from rewriter.common.errors import RewriterError
-from rewriter.measure.drift import calibration_tokens
 from rewriter.runtime import load
-from rewriter.serving.command import serve_command
 from rewriter.tracing import trace
 
 # --- adapters

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewriter as rw
+from rewriter.check.affinity import affinity, assign_units, measurable, reordered
 from rewriter.check.shrunken_check import check_shrunken
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert.conversion import save
@@ -27,7 +28,6 @@ from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
-from rewriter.measure.affinity import affinity, assign_units, measurable, reordered
 from rewriter.passes import permute as permute_module
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.permute import PermutableUnits, Permute, inverse, moved_units, order_of, permutable_units
@@ -351,7 +351,7 @@ def test_a_recipe_without_an_order_is_measured_and_another_one_is_not(monkeypatc
     rewritten = rw.rewrite(traced("llama"), measured, tp=2)
     assert rewritten.history[0].name == "permute"
     assert rewritten.history[0].fired == bool(options["ranks"])
-    monkeypatch.setattr("rewriter.measure.affinity.affinity", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("rewriter.check.affinity.affinity", lambda *_, **__: pytest.fail("measured"))
     assert calibrate(measured, traced("llama"), 2) is measured
     plain = calibrate(with_order(), traced("llama"), 2)
     assert plain.passes[0].options == {"ranks": {}, "measured_on": "every rank computes with the same residual"}
@@ -360,7 +360,7 @@ def test_a_recipe_without_an_order_is_measured_and_another_one_is_not(monkeypatc
 def test_weights_that_are_too_large_keep_their_order_where_the_recipe_allows_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rewriter.measure.drift.available_memory", lambda: 1_000_000)
+    monkeypatch.setattr("rewriter.check.drift.available_memory", lambda: 1_000_000)
     with pytest.raises(RewriterError, match=r"by a measurement, but the real weights were not run.* leave the pass"):
         calibrate(with_order({"pass": "desync", "n": 2}), traced("llama"), 2)
     left = calibrate(rw.Recipe.load("desync-2x"), traced("llama"), 2)
@@ -377,7 +377,7 @@ def test_an_order_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) ->
     def worst(errors: torch.Tensor, weight: torch.Tensor, units: int) -> list[int]:
         return [1 - rank for rank in assign_units(errors, weight, units)]
 
-    monkeypatch.setattr("rewriter.measure.affinity.assign_units", worst)
+    monkeypatch.setattr("rewriter.check.affinity.assign_units", worst)
     rewritten = measurable(tiny(), with_order({"pass": "desync", "n": 2}, ranks={}), 2)
     assert rewritten is not None
     found = affinity(tiny(), rewritten, text()[:680])

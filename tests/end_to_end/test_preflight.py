@@ -9,8 +9,8 @@ import pytest
 import zoo
 
 from rewriter import api
+from rewriter.check import drift
 from rewriter.common.errors import RewriterError
-from rewriter.measure import drift
 from rewriter.weights import space
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.header import read_header

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from rewriter import api
 from rewriter.cli import main
+from rewriter.cli import serve_command as command
 from rewriter.common import packages
 from rewriter.output.names import MANIFEST
-from rewriter.serving import command
 
 FAKE = '#!/bin/sh\nprintf "%s\\n" "$@"\n'
-PLUGIN = "[vllm.general_plugins]\nrewriter = rewriter.serving.vllm:register\n"
+PLUGIN = "[vllm.general_plugins]\nrewriter = rewriter.runtime.serving.vllm:register\n"
 PYTHON = sys.executable  # `install` names another one
 Install = Callable[..., None]
 
@@ -175,7 +175,8 @@ def test_without_vllm_transformers_serves_it(
     assert asked(capsys, source)[0] == ["transformers", "serve", str(source)]
     arguments, said = asked(capsys, ladder, "--", "--port", "8001")
     assert arguments == [
-        "python", "-m", "rewriter.serving.transformers_server", str(ladder), "--trust-remote-code", "--port", "8001",
+        "python", "-m", "rewriter.runtime.serving.transformers_server", str(ladder), "--trust-remote-code",
+        "--port", "8001",
     ]  # fmt: skip
     assert "in one process: nothing is communicated, so nothing overlaps" in said
     assert "computes all 2 ranks that it is bound to on one device" in asked(capsys, bound)[1]
@@ -255,7 +256,7 @@ def test_the_server_of_transformers_finds_the_class_of_an_output(ladder: Path, m
     import transformers
     from transformers.cli.serving.model_manager import ModelManager
 
-    from rewriter.serving.transformers_server import offer_class
+    from rewriter.runtime.serving.transformers_server import offer_class
 
     monkeypatch.setattr(ModelManager, "_load_processor", lambda *_, **__: None)
 

@@ -15,8 +15,8 @@ import pytest
 from repository import TINY_LLAMA
 
 from rewriter import api
-from rewriter.measure.drift import load_tokenizer
-from rewriter.measure.prompts import tokenizer_of
+from rewriter.check.drift import load_tokenizer
+from rewriter.check.prompts import tokenizer_of
 
 TEXT = "def read_lines(path):\n    return [line.strip() for line in open(path)]"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}

@@ -30,7 +30,7 @@ from rewriter.passes.base import Effect, Pass, record
 from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.selection import Selection, resolve
 from rewriter.recipes import Recipe
-from rewriter.serving.schedule import Sum, schedule_of
+from rewriter.runtime.serving.schedule import Sum, schedule_of
 
 HALF = Mode("half", "adds half of what it computes", prefix="Half")
 

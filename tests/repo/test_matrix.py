@@ -12,7 +12,7 @@ from matrix.cells import Cell
 from packaging.requirements import Requirement
 from repository import ROOT
 
-from rewriter.doctor.report import TRIED
+from rewriter.cli.doctor_report import TRIED
 
 GREEN = {"outcome": "green", "date": "2026-11-25", "commit": "abc", "seconds": 60.0, "tests": 57, "versions": {}}
 RED = {**GREEN, "outcome": "red", "why": "FAILED tests/a.py::b | c"}

@@ -10,8 +10,8 @@ import pytest
 from repository import ROOT
 
 from rewriter.api import convert
+from rewriter.predict.search.run import Asked
 from rewriter.predict.workload import Cluster, Workload
-from rewriter.search.run import Asked
 
 TINY = ROOT / "examples" / "tiny-llama"
 TP, BUDGET = 4, 0.03

@@ -13,14 +13,12 @@ GROUND = [{"common", "kernels"}, {"fabric", "output", "weights"}, {"ir"}]
 COMPILER = [
     {"passes", "tracing"},
     {"emit", "recipes"},
-    {"measure"},
     {"check"},
     {"convert"},
 ]
 RUNTIME = [{"runtime"}, {"training", "emulation"}]
 TOP = [
-    {"predict", "adapt", "serving", "doctor"},
-    {"search"},
+    {"predict", "adapt"},
     {"show"},
     {"explain"},
     {"api"},

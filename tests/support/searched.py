@@ -8,10 +8,10 @@ import torch
 import zoo
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rewriter.search.choices import FORMATS, Mix, PlacedRewrite, mix_of, recipe_of
-from rewriter.search.gains import Speed
-from rewriter.search.result import Rise, SearchPoint, SearchResult, Single
-from rewriter.search.run import with_front
+from rewriter.predict.search.choices import FORMATS, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.predict.search.gains import Speed
+from rewriter.predict.search.result import Rise, SearchPoint, SearchResult, Single
+from rewriter.predict.search.run import with_front
 
 LAYERS = 6
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rewriter.check.comparison import REAL_WEIGHTS
+from rewriter.check.drift import golden_tokens, too_large
 from rewriter.check.saved_output import check_weights
 from rewriter.check.shrunken_check import MOST_RANKS
 from rewriter.check.subprocess_logits import huggingface_logits, rank_logits
@@ -30,7 +31,6 @@ from rewriter.explain.diff.compare import lines_of
 from rewriter.explain.diff.tensors import tensor_difference
 from rewriter.ir import Program, walk_modules
 from rewriter.ir.simulate import load_weights
-from rewriter.measure.drift import golden_tokens, too_large
 from rewriter.output.manifest import read_manifest
 from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.base import single_device

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rewriter.check.comparison import EXACT, RANKS
+from rewriter.check.drift import golden_tokens, too_large
 from rewriter.check.random_model import random_ids
 from rewriter.check.reference_modes import reference_of
 from rewriter.check.shrunken_check import apply_passes, on_ranks, telling_copy, test_lengths
@@ -27,7 +28,6 @@ from rewriter.explain.bisect.values import LOGITS, Values, difference
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.ir.simulate import load_weights
-from rewriter.measure.drift import golden_tokens, too_large
 from rewriter.passes.base import Pass, bound_ranks
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.passes.sequence.sequence_plans import sequence_plan

@@ -32,9 +32,9 @@ from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import schedule
 from rewriter.adapt.token_rows import load_rows
 from rewriter.adapt.unshard import write_model
+from rewriter.check.drift import load_tokenizer
 from rewriter.convert.rewritten_source import Opened, write_source
 from rewriter.emit.card import model_card
-from rewriter.measure.drift import load_tokenizer
 from rewriter.output.manifest import read_manifest
 from rewriter.weights import Checkpoint
 

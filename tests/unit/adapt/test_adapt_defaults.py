@@ -27,10 +27,10 @@ from rewriter.adapt.schedule import HIGHEST_RATE, WIDTH, Budget, plan
 from rewriter.adapt.self_written import chat_turns
 from rewriter.adapt.self_written import self_written as write
 from rewriter.api import convert
+from rewriter.check.drift import load_tokenizer
 from rewriter.common.text_settings import stream_width
 from rewriter.convert.rewritten_source import open_output
 from rewriter.convert.save_options import SaveOptions
-from rewriter.measure.drift import load_tokenizer
 from rewriter.output.manifest import read_manifest
 
 CPU = torch.device("cpu")

@@ -14,8 +14,10 @@ import zoo
 from ladder_reference import ladder_reference
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rewriter.check import drift as drift_module
 from rewriter.check import shrunken_check as shrunken_check_module
 from rewriter.check.comparison import Verification, compare, relative_error
+from rewriter.check.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
 from rewriter.check.random_model import random_ids, random_model
 from rewriter.check.shrunken_check import check_shrunken
 from rewriter.check.stream_hooks import decoder_layers, find_structure
@@ -24,8 +26,6 @@ from rewriter.common.shrink_sizes import WINDOW
 from rewriter.ir import Program
 from rewriter.ir.residual import residual_blocks, stream_values
 from rewriter.ir.simulate import load_weights
-from rewriter.measure import drift as drift_module
-from rewriter.measure.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
 from rewriter.passes.base import record
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.selection import resolve

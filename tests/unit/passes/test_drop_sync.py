@@ -12,15 +12,15 @@ import torch
 import zoo
 
 import rewriter as rw
+from rewriter.check import drift as drift_module
+from rewriter.check.drift import calibration_tokens, drift
+from rewriter.check.sensitivity import sensitivity
 from rewriter.check.shrunken_check import check_shrunken
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import pass_measurements as calibrate_module
 from rewriter.explain.inspection import inspect
 from rewriter.ir import Program
 from rewriter.ir.simulate import Simulator
-from rewriter.measure import drift as drift_module
-from rewriter.measure.drift import calibration_tokens, drift
-from rewriter.measure.sensitivity import sensitivity
 from rewriter.passes.base import record
 from rewriter.passes.desync import desynchronise
 from rewriter.passes.drop_sync import DropSync, attention_reductions
@@ -176,7 +176,7 @@ def test_a_recipe_without_sensitivity_is_measured(program: Program) -> None:
 
 
 def test_what_is_given_is_not_measured(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewriter.measure.sensitivity.sensitivity", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("rewriter.check.sensitivity.sensitivity", lambda *_, **__: pytest.fail("measured"))
     given = rw.rewrite(program, "drop-sync", tp=2, set={"drop_sync.sensitivity": [4, 1, 2, 3]})
     assert "layers: 1, 2" in given.history[2].summary
     rw.rewrite(program, "drop-sync", tp=2, set={"drop_sync.layers": "first:1"})

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from rewriter.serving.vllm import engine
+from rewriter.runtime.serving.vllm import engine
 
 _library = torch.library.Library("rewriter_serving", "FRAGMENT")
 

@@ -30,7 +30,7 @@ def _on_backend(known: object) -> bool:
 def __getattr__(name: str) -> Any:
     """The class of a model, as `RewriterLlamaForCausalLM`."""
     if name.startswith(PREFIX):
-        from rewriter.serving.vllm.model import rewritten_class
+        from rewriter.runtime.serving.vllm.model import rewritten_class
 
         native = ModelRegistry._try_load_model_cls(name.removeprefix(PREFIX))  # what vLLM itself loads by this name
         if native is not None:

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from rewriter.search.choices import Mix, PlacedRewrite, mix_of
+from rewriter.predict.search.choices import Mix, PlacedRewrite, mix_of
 
 _MOST = 160  # mixes of the first layers that are kept
 _TRUST = 0.05  # weight of "costs add up" against one measured mix

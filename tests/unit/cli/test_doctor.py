@@ -15,8 +15,8 @@ import yaml
 from repository import ROOT
 
 from rewriter.cli import app, main
-from rewriter.doctor import report
-from rewriter.doctor.report import TRIED, examine, supported
+from rewriter.cli import doctor_report as report
+from rewriter.cli.doctor_report import TRIED, examine, supported
 
 
 def states() -> dict[str, tuple[str, str]]:
@@ -134,7 +134,7 @@ def test_what_was_tried_is_supported_and_tested() -> None:
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     for package in ("torch", "transformers", "triton"):
         assert ".".join(pinned[package].split(".")[:2]) in TRIED[package]
-    from rewriter.serving import command
+    from rewriter.cli import serve_command as command
 
     assert TRIED["vllm"] == command.TRIED
 

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 def register() -> None:
     """Let vLLM know the architectures and the model types of rewritten checkpoints. May be called again."""
-    from rewriter.serving.vllm.registration import register_all
+    from rewriter.runtime.serving.vllm.registration import register_all
 
     register_all()

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rewriter.check.sensitivity import between, given_names, with_stream
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.live_model import opaque_modules
 from rewriter.ir.residual import by_layer, residual_blocks
 from rewriter.ir.simulate import RankValues, Simulator
-from rewriter.measure.sensitivity import between, given_names, with_stream
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.predict.search.choices import Mix, recipe_of
 from rewriter.recipes.apply import Applied, apply_recipe
-from rewriter.search.choices import Mix, recipe_of
 
 SCHEDULES = ("fuse_projections", "overlap")
 _BATCH = 8  # streams that go through a layer at a time

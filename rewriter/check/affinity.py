@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rewriter.check.drift import DriftSums, other_weights, windows
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, walk_modules
 from rewriter.ir.simulate import RankValues, Simulator, load_weights
-from rewriter.measure.drift import DriftSums, other_weights, windows
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.permute import DIGITS, PermutableUnits, moved_units, order_of, permutable_units
 from rewriter.passes.placement.projections import is_row_split

@@ -15,15 +15,15 @@ import searched
 from repository import TINY_LLAMA
 
 from rewriter.common.errors import RewriterError
+from rewriter.predict.search.choices import BY_NAME, FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.predict.search.computed import WindowChange
+from rewriter.predict.search.front import Costs, Option, agreement, front
+from rewriter.predict.search.gains import Gains, gain_of
+from rewriter.predict.search.measurements import Store
+from rewriter.predict.search.result import recipe_with_measurements, rise_of
+from rewriter.predict.search.run import Asked, search
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
-from rewriter.search.computed import WindowChange
-from rewriter.search.front import Costs, Option, agreement, front
-from rewriter.search.gains import Gains, gain_of
-from rewriter.search.measurements import Store
-from rewriter.search.result import recipe_with_measurements, rise_of
-from rewriter.search.run import Asked, search
 from rewriter.tracing import trace
 
 

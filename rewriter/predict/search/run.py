@@ -18,15 +18,15 @@ from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.ir import Program
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
+from rewriter.predict.search.choices import BY_NAME, FORMATS, Mix
+from rewriter.predict.search.computed import Computed, WindowChange
+from rewriter.predict.search.front import Costs, Estimate, Option, agreement, front
+from rewriter.predict.search.gains import Gains, gain_of
+from rewriter.predict.search.measurements import Measurements, Store, StreamedWeights
+from rewriter.predict.search.result import SearchPoint, SearchResult, Single, recipe_with_measurements
+from rewriter.predict.search.texts import Text, text_for
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, FORMATS, Mix
-from rewriter.search.computed import Computed, WindowChange
-from rewriter.search.front import Costs, Estimate, Option, agreement, front
-from rewriter.search.gains import Gains, gain_of
-from rewriter.search.measurements import Measurements, Store, StreamedWeights
-from rewriter.search.result import SearchPoint, SearchResult, Single, recipe_with_measurements
-from rewriter.search.texts import Text, text_for
 from rewriter.weights import Checkpoint
 from rewriter.weights.finite import check_finite, watched
 

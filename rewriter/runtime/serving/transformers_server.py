@@ -1,4 +1,4 @@
-"""`transformers serve` for an output with code of its own: `python -m rewriter.serving.transformers_server DIR …`.
+"""`transformers serve` for outputs with their own code: `python -m rewriter.runtime.serving.transformers_server DIR …`.
 
 That server takes a model's class from the package `transformers` alone, so it finds none that a checkpoint defines
 (`ModelManager` in transformers 5.17 to 5.23).

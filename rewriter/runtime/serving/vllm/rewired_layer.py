@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewriter.serving.schedule import Sum, SumStep
-from rewriter.serving.vllm import engine, sums
-from rewriter.serving.vllm.layer_form import HIDDEN, RESIDUAL, BlockCall, LayerForm
+from rewriter.runtime.serving.schedule import Sum, SumStep
+from rewriter.runtime.serving.vllm import engine, sums
+from rewriter.runtime.serving.vllm.layer_form import HIDDEN, RESIDUAL, BlockCall, LayerForm
 
 
 @dataclass

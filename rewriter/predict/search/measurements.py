@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from rewriter.check.drift import available_memory
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.measure.drift import available_memory
-from rewriter.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of
-from rewriter.search.computed import ChangedPart, Computed, WindowChange
-from rewriter.search.result import Rise, rise_of
-from rewriter.search.texts import Text
+from rewriter.predict.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of
+from rewriter.predict.search.computed import ChangedPart, Computed, WindowChange
+from rewriter.predict.search.result import Rise, rise_of
+from rewriter.predict.search.texts import Text
 from rewriter.weights import Checkpoint
 
 _AT_ONCE = 48  # mixes whose streams are computed together

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rewriter.predict.search.choices import Mix, recipe_of
+from rewriter.predict.search.computed import WindowChange
+from rewriter.predict.search.gains import Speed
 from rewriter.recipes.recipe import MeasuredRecipe, MeasuredRise
-from rewriter.search.choices import Mix, recipe_of
-from rewriter.search.computed import WindowChange
-from rewriter.search.gains import Speed
 
 _DIGITS = 5
 

@@ -10,10 +10,10 @@ from rewriter.ir import Program
 from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates
 from rewriter.predict.results import generation_seconds
+from rewriter.predict.search.choices import BY_NAME, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.predict.search.computed import keep_shared
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, Mix, PlacedRewrite, mix_of, recipe_of
-from rewriter.search.computed import keep_shared
 
 
 @dataclass(frozen=True)

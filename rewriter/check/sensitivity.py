@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
+from rewriter.check.drift import windows
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.ir.residual import by_layer, residual_blocks, stream_values
 from rewriter.ir.simulate import Simulator, load_weights
-from rewriter.measure.drift import windows
 from rewriter.passes.drop_sync import DropSync, attention_reductions
 from rewriter.passes.tensor_parallel import TensorParallel
 

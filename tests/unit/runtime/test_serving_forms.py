@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rewriter.serving.schedule import Sum, Unsupported, schedule_of
-from rewriter.serving.vllm.layer_form import form_of
+from rewriter.runtime.serving.schedule import Sum, Unsupported, schedule_of
+from rewriter.runtime.serving.vllm.layer_form import form_of
 
 FP32 = torch.float32
 

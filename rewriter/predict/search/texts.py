@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from rewriter.check.drift import CALIBRATION, load_tokenizer, too_large, vocabulary_of
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_tokens, context_length, top_setting
 from rewriter.ir import Program
 from rewriter.ir.live_model import load_host
-from rewriter.measure.drift import CALIBRATION, load_tokenizer, too_large, vocabulary_of
 
 WINDOW = 256
 

@@ -15,11 +15,11 @@ from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
+from rewriter.predict.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.predict.search.computed import Computed, WindowChange
+from rewriter.predict.search.measurements import Measurements, Store, StreamedWeights
+from rewriter.predict.search.texts import Text, text_for
 from rewriter.recipes.apply import apply_recipe
-from rewriter.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
-from rewriter.search.computed import Computed, WindowChange
-from rewriter.search.measurements import Measurements, Store, StreamedWeights
-from rewriter.search.texts import Text, text_for
 from rewriter.tracing import trace
 
 RANKS = 3
@@ -142,7 +142,7 @@ def test_weights_are_forgotten_when_others_need_their_place(program: Program) ->
 def test_what_is_measured_is_kept(measured: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:
     mixes = [searched.mix("drop@2"), searched.mix("int8@1")]
     first = measured.alone(mixes, lambda *_: None), measured.rises(mixes), measured.loss()
-    monkeypatch.setattr("rewriter.search.computed.Simulator", None)
+    monkeypatch.setattr("rewriter.predict.search.computed.Simulator", None)
     assert (measured.alone(mixes, lambda *_: None), measured.rises(mixes), measured.loss()) == first
 
 

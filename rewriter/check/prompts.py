@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rewriter.check.drift import load_tokenizer, tokenizer_files
 from rewriter.common.errors import RewriterError
-from rewriter.measure.drift import load_tokenizer, tokenizer_files
 
 
 def tokenizer_of(root: Path, trust_remote_code: bool) -> Any:

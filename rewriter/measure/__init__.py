@@ -1,1 +1,0 @@
-"""Measurements on real weights and text: drift, sensitivity, affinity."""
