@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,12 +176,12 @@ class Scores:
         rule: MaskSpec | None = MaskSpec("bidirectional")
         biases: list[Term] = []
         for condition, hides in self.fills:
-            shown = self._shown(condition, lambda values, hides=hides: values.bool() == hides)
+            shown = self._shown(condition, partial(_filled, hides=hides))
             if shown is None or rule is None:
                 raise UnknownScores  # what is filled in cannot be told from what is seen
             rule = rule.intersection(shown)
         for term in self.terms:
-            shown = self._shown(term.node, lambda values, term=term: values * term.factor <= HIDDEN)
+            shown = self._shown(term.node, partial(_added, factor=term.factor))
             both = None if shown is None or rule is None else rule.intersection(shown)
             rule = rule if both is None else both
             if both is None or not self._only_hides(term):
@@ -217,6 +218,14 @@ _READERS: dict[str, Callable[[Scores, fx.Node, float, bool], None]] = {
     "floor": Scores._read_floor,
     "where": Scores._read_where,
 }
+
+
+def _filled(values: torch.Tensor, hides: bool) -> torch.Tensor:
+    return values.bool() == hides
+
+
+def _added(values: torch.Tensor, factor: float) -> torch.Tensor:
+    return values * factor <= HIDDEN
 
 
 def _zeros(values: torch.Tensor) -> torch.Tensor:

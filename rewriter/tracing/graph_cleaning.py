@@ -129,8 +129,8 @@ class _Cleaner:
             return typed_nodes[0]
         # the first call of an intercepted module that returns that dtype and whose inputs are all there (embeddings)
         calls = (n for n in self.exported.graph.nodes if n.target is _traced.call.default and n not in self.env)
-        typed = (n for n in calls if n.meta["val"][0].dtype == TRACE_DTYPE)
-        early = next((n for n in typed if all(source in self.env for source in n.all_input_nodes)), None)
+        first = (n for n in calls if n.meta["val"][0].dtype == TRACE_DTYPE)
+        early = next((n for n in first if all(source in self.env for source in n.all_input_nodes)), None)
         if early is None:
             raise RewriterError(
                 f"{node.target} makes a value in the model's dtype, but no value before it has that dtype"
