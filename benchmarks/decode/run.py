@@ -7,7 +7,7 @@
 Each contestant decodes the same prompts greedily, in turns, and every round measures what two threads can read: a sum
 over 512 MB, the best of several. Reported are medians over the rounds; `share` is bytes of the weights × steps per
 second by the best bandwidth of all rounds, `by round` the median of each round's share of its own. Contestants are
-transformers (eager, and its static cache compiled), this runtime (eager, compiled segments) and,
+transformers (eager, and its static cache compiled), this runtime (eager, compiled segments, whole step compiled) and,
 with --gguf FILE and `llama-cpp-python` installed, llama.cpp with the same weights in the same precision, at batch 1.
 Exits with 1 where something is compiled after the first generation, or tokens differ in fp32.
 
@@ -92,9 +92,11 @@ def transformers_decode(model: Path, dtype: torch.dtype, compiled: bool) -> Deco
     return decode
 
 
-def runtime_decode(output: Path, dtype: torch.dtype, compiled: bool) -> Decode:
-    """Without what is in the user's cache, where it is not `compiled`."""
-    model = load(output, dtype=dtype, compile=compiled)
+def runtime_decode(output: Path, dtype: torch.dtype, how: str) -> Decode:
+    """how: eager, segments or step."""
+    model = load(output, dtype=dtype, compile=how != "eager")  # False: without what is in the user's cache
+    if how == "segments":
+        vars(model).pop("compiles_with")  # by which a step knows that it may be compiled as a whole
 
     def decode(prompts: list[list[int]], count: int) -> tuple[float, Tokens]:
         times: list[float] = []
@@ -140,8 +142,9 @@ def contestants(asked: argparse.Namespace, dtype: str, batch: int, output: Path,
     found = {
         "transformers eager": transformers_decode(asked.model, torch_dtype, False),
         "transformers static cache, compiled": transformers_decode(asked.model, torch_dtype, True),
-        "eager": runtime_decode(output, torch_dtype, False),
-        "compiled segments": runtime_decode(output, torch_dtype, True),
+        "eager": runtime_decode(output, torch_dtype, "eager"),
+        "compiled segments": runtime_decode(output, torch_dtype, "segments"),
+        "compiled step": runtime_decode(output, torch_dtype, "step"),
     }
     if asked.gguf is not None and batch == 1:
         found["llama.cpp"] = llama_cpp_decode(asked.gguf, dtype, scratch, asked.threads)

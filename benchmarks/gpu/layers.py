@@ -90,7 +90,7 @@ def step_rows(table: Table, benches: dict[int, Bench], models: dict[str, nn.Modu
             models[recipe] = model_of(bench, recipe)
             if recipe == PREFETCH:
                 prefetching(models[recipe])
-        if "compiled" in how and "segments_compiled" not in vars(models[recipe]):
+        if "compiled" in how and "compiles_with" not in vars(models[recipe]):
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             compile_segments(models[recipe], backend=bench.scale.pick("inductor", "eager"))
         return decode_row(bench, models[recipe], recipe, how)

@@ -1,4 +1,4 @@
-"""torch.compile for the segments between collectives.
+"""torch.compile for the segments between collectives, and for a whole decode step where there are none.
 
 The schedule stays ours: starts and waits are called outside of every compiled graph, in the order in which they are
 printed.
@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from rewriter.kernels import accumulation_dtype
+from rewriter.runtime.cache import StaticCache
 from rewriter.runtime.context import Context
 
 _PREFIX = "segment_"
@@ -69,8 +70,42 @@ def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str
         if (cls, name) not in compiled:
             compiled[cls, name] = torch.compile(_own_code(plain), backend=with_reductions(backend))
         setattr(part.module, name, MethodType(_prepared(compiled[cls, name], plain, part.slots), part.module))
-    vars(model)["segments_compiled"] = True
+    vars(model)["compiles_with"] = backend
     return sorted(f"{cls.__name__}.{name}" for cls, name in compiled)
+
+
+def backend_of(model: nn.Module) -> str | None:
+    """The backend that compiles the segments of `model`; None where they are not compiled."""
+    return getattr(model, "compiles_with", None)
+
+
+def compile_step(step: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
+    """`step(model, token, place, first_valid, cache)`, compiled as a whole for every length of the cache's entries that
+    are no rings.
+
+    That the modules within stay the same is not checked in every call: there are hundreds of them. Raises
+    torch._dynamo.exc.Unsupported, when it is called, where it cannot be compiled as a whole.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    compiled = torch.compile(
+        _own_code(step),
+        backend=with_reductions(backend),
+        fullgraph=True,
+        options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe},
+    )
+    marked: list[StaticCache | None] = [None]
+
+    @wraps(step)
+    def run(model: nn.Module, token: Tensor, place: Tensor, first_valid: Tensor, cache: StaticCache) -> Tensor:
+        if marked[0] is not cache:
+            for tensor, ring in zip((*cache.keys, *cache.values), (*cache.rings, *cache.rings), strict=True):
+                if not ring:
+                    torch._dynamo.mark_dynamic(tensor, 2)
+            marked[0] = cache
+        logits: Tensor = compiled(model, token, place, first_valid, cache)
+        return logits
+
+    return run
 
 
 def _own_code(method: Any) -> FunctionType:

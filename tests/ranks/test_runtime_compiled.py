@@ -84,6 +84,30 @@ def test_inductor_compiles_a_training_step():
     assert train_both_ways(None, "inductor") == (2, {})
 
 
+def test_the_step_of_one_rank_is_one_graph_for_every_prompt():
+    plain, model = build(None, reference.weights()), build(None, reference.weights())
+    compile_segments(model, backend="eager")
+    assert generate(model, [PROMPTS[0]], 2) == generate(plain, [PROMPTS[0]], 2)
+    step = decode_step(model, 1, 5, None)
+    assert step.how == "compiled"
+    before = graphs()
+    for prompt, count in ((PROMPTS[1], 9), (PROMPTS[1] * 12, 40), (PROMPTS[1] * 40, 3)):  # more keys, a longer cache
+        assert generate(model, [prompt], count) == generate(plain, [prompt], count)
+    assert decode_step(model, 1, 300, None) is not step
+    # prefill of more keys than a window has rings where it had none
+    assert graphs() <= before + 2
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_a_step_that_is_no_one_graph_keeps_its_segments_and_says_why():
+    plain, model = build(None, reference.weights()), build(None, reference.weights())
+    compile_segments(model, backend="eager")
+    model.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    assert generate(model, PROMPTS, 5) == generate(plain, PROMPTS, 5)
+    assert decode_step(model, len(PROMPTS), 9, None).how.startswith("compiled segments: ")
+
+
 def test_products_of_one_row_become_reductions(monkeypatch):
     monkeypatch.setattr(segments, "product", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight)))
     linear = torch.nn.Linear(3, 5)
@@ -100,4 +124,4 @@ def test_inductor_compiles_a_decode_step():
     compile_segments(model)
     for prompt in PROMPTS:
         assert generate(model, [prompt], 12) == generate(plain, [prompt], 12)
-    assert decode_step(model, 1, 20, None).how == "compiled segments"
+    assert decode_step(model, 1, 20, None).how == "compiled"

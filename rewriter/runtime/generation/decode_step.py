@@ -1,4 +1,4 @@
-"""One decode step of an emitted model that reads nothing on the host: by compiled parts on a CPU, captured on a GPU."""
+"""One decode step of an emitted model that reads nothing on the host: compiled on a CPU, captured on a GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.cache import SequenceCache, StaticCache, make_cache
 from rewriter.runtime.collectives.small_sums import small_gather
+from rewriter.runtime.compiled import backend_of, compile_step
 from rewriter.runtime.context import Context, positions
 from rewriter.runtime.generation.cached_step import CachedStep
 from rewriter.runtime.loading import Origin
@@ -160,7 +161,7 @@ class DecodeStep(DecodeState):
     """The state of a batch and its cache, both made once for many generations, and the step from token to token.
 
     `begin` and `prefill`, then `take` and `next` in turns; `run` is both. `how` says what computes a step: "eager",
-    "compiled segments", "compiled parts", "captured", or "eager" with the reason why it is not another.
+    "compiled", "compiled segments", "compiled parts", "captured", or one of them with the reason why it is not another.
 
     What a model's `compute` must keep to, so that a step can be captured in a CUDA graph: shapes and branches of Python
     depend on its static arguments only, every collective that it starts is awaited before it returns, nothing is read
@@ -253,8 +254,10 @@ class DecodeStep(DecodeState):
         self._prepared = True
         if host_waits(self.place):
             self._capture()
-        elif getattr(self.model, "segments_compiled", False):
+        elif (backend := backend_of(self.model)) is not None:
             self.how = "compiled segments"
+            if (self.group is None or self.group.size() == 1) and isinstance(self.cache, StaticCache):
+                self._compile(backend)
         elif (origin := getattr(self.model, "origin", None)) is not None and isinstance(self.cache, StaticCache):
             self._compute_by_parts(origin, self.cache.rings)
 
@@ -269,6 +272,17 @@ class DecodeStep(DecodeState):
             self.how = step.how
 
         self._logits, self._compute = step.logits, compute
+
+    def _compile(self, backend: str) -> None:
+        kept = _kept(self.model)
+        if kept.compiled is None:
+            kept.compiled = compile_step(logits_after, backend)
+        try:  # what it stores is stored again, the same, by the step itself
+            kept.compiled(self.model, self.token, self.place, self.first_valid, self._first(self.written))
+        except torch._dynamo.exc.Unsupported as error:
+            self.how = f"compiled segments: {str(error).partition(chr(10))[0]}"
+        else:
+            self._logits, self.how = kept.compiled, "compiled"
 
     def _capture(self) -> None:
         reason = why_not_captured(self.group)
@@ -301,6 +315,7 @@ class _KeptSteps:
 
     def __init__(self) -> None:
         self.step: DecodeStep | None = None
+        self.compiled: Callable[..., Tensor] | None = None
         self.cached: dict[object, CachedStep] = {}
         self.contents: tuple[object, ...] = ()
 
@@ -314,7 +329,7 @@ class _KeptSteps:
 def _kept(model: nn.Module) -> _KeptSteps:
     kept: _KeptSteps = vars(model).setdefault("_decode_step", _KeptSteps())
     if kept.contents != (contents := _contents(model)):
-        kept.step, kept.cached, kept.contents = None, {}, contents
+        kept.step, kept.compiled, kept.cached, kept.contents = None, None, {}, contents
     return kept
 
 
