@@ -54,7 +54,7 @@ test-all: lint typecheck
 # Random and damaged inputs, programs, kills, disks and ranks, for so many hours; writes docs/results/reliability.md.
 HOURS ?= 1
 soak: $(READY)
-	@PYTHONPATH=tools:tests/support:. OMP_NUM_THREADS=1 $(BIN)/python -m soak --hours $(HOURS)
+	@PYTHONPATH=tools:tests/support:tests:. OMP_NUM_THREADS=1 $(BIN)/python -m soak --hours $(HOURS)
 
 # The smoke tests with many versions of torch, transformers and Python; writes docs/reference/versions.md. Hours.
 ARGS ?=

@@ -16,6 +16,7 @@ from rewriter.adapt.self_written import self_written
 from rewriter.api import convert
 from rewriter.check.drift import calibration_tokens
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import RunContext
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir.absolute_positions import position_table
 from rewriter.predict.search.texts import text_for
@@ -60,7 +61,7 @@ def test_tokens_beyond_the_vocabulary(place: Path, capsys: Capture) -> None:
     for ask in (
         lambda: calibration_tokens(program, "xyz"),
         lambda: text_for(program, "xyz" * 99, (1, 1)),
-        lambda: self_written(Path("m"), 8, torch.device("cpu"), lambda *_: None),
+        lambda: self_written(Path("m"), 8, torch.device("cpu"), RunContext()),
     ):
         with pytest.raises(RewriterError, match=BEYOND):
             ask()

@@ -1,6 +1,6 @@
 """The drawing of floors in docs/concepts/architecture.md.
 
-PYTHONPATH=tests python tools/docs/architecture_page.py
+PYTHONPATH=.:tests/support python tools/docs/architecture_page.py
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from rewriter.adapt.self_written import chat_turns
 from rewriter.adapt.self_written import self_written as write
 from rewriter.api import convert
 from rewriter.check.drift import load_tokenizer
+from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import stream_width
 from rewriter.convert.rewritten_source import open_output
 from rewriter.convert.save_options import SaveOptions
@@ -171,33 +172,29 @@ def test_what_was_trained_learns_from_the_data_where_no_original_is_given(tmp_pa
 # Text of the original's own
 
 
-def silent(*_: Any) -> None:
-    return None
-
-
 def test_text_is_written_once_and_again_the_same(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapted.directory("ladder")
     source = adapted.root() / "llama"
-    first = write(source, 2000, CPU, silent).read_text()
-    held = write(source, 2000, CPU, silent, held_out=True).read_text()
+    first = write(source, 2000, CPU, RunContext()).read_text()
+    held = write(source, 2000, CPU, RunContext(), held_out=True).read_text()
     assert not set(first.splitlines()) & set(held.splitlines())
     parts = sorted(own_cache.rglob("part-*.jsonl"))
     assert len(parts) == 2
     kept = parts[0].read_text()
     parts[0].unlink()
-    fewer = write(source, 1000, CPU, silent).read_text()
+    fewer = write(source, 1000, CPU, RunContext()).read_text()
     assert first.startswith(fewer)
     assert 0 < len(fewer) < len(first)
     assert parts[0].read_text() == kept
     monkeypatch.setattr(self_written, "load_model", lambda *_: pytest.fail("it was written already"))
-    assert write(source, 2000, CPU, silent).read_text() == first
+    assert write(source, 2000, CPU, RunContext()).read_text() == first
     model = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(2)
     model.save_pretrained(tmp := own_cache / "other")
     load_tokenizer(str(source)).save_pretrained(tmp)
     with pytest.raises(pytest.fail.Exception, match="written already"):
-        write(tmp, 2000, CPU, silent)
+        write(tmp, 2000, CPU, RunContext())
 
 
 def test_text_is_that_of_the_source_whatever_order_its_channels_are_in(
@@ -207,10 +204,10 @@ def test_text_is_that_of_the_source_whatever_order_its_channels_are_in(
     tiny = TINY_LLAMA
     convert(tiny, "desync-2x-sum", out=tmp_path / "out", tp=2, options=SaveOptions(verify="none"))
     opened = open_output(tmp_path / "out")
-    text = OwnText(opened, AdaptOptions(), None, True, RunRanks(), CPU, silent).file_of("self:1000")
+    text = OwnText(opened, AdaptOptions(), None, True, RunRanks(), CPU, RunContext()).file_of("self:1000")
     before, after = (load_file(place / "model.safetensors") for place in (tiny, tmp_path / "out"))
     assert any(not torch.equal(before[name], after[name]) for name in before), "channels are permuted"
-    assert text == str(write(tiny, 1000, CPU, silent))
+    assert text == str(write(tiny, 1000, CPU, RunContext()))
     assert len(list(own_cache.rglob("part-*.jsonl"))) == 1
 
 
@@ -218,7 +215,7 @@ def test_what_is_written_follows_what_the_model_predicts(monkeypatch: pytest.Mon
     """By the original's own loss: its text is likely under it, the same tokens in another order are not."""
     monkeypatch.setattr(self_written, "ROW", 48)  # tokens
     source = TINY_LLAMA
-    lines = write(source, 1500, CPU, silent).read_text().splitlines()
+    lines = write(source, 1500, CPU, RunContext()).read_text().splitlines()
     tokenizer = load_tokenizer(str(source))
     rows = [tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"] for line in lines]
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -241,7 +238,7 @@ def test_an_instruct_model_writes_both_sides_of_a_conversation(tmp_path: Path) -
     assert tokenizer.decode(turns.start) == "<|user|>"
     assert tokenizer.decode(turns.answer) == f"{tokenizer.eos_token}<|assistant|>"
     assert tokenizer.decode(turns.question) == f"{tokenizer.eos_token}<|user|>"
-    texts = [json.loads(line)["text"] for line in write(source, 1536, CPU, silent).read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in write(source, 1536, CPU, RunContext()).read_text().splitlines()]
     chats = [text for text in texts if text.startswith("<|user|>")]
     assert len(chats) == 16, "half of the streams"
     for text in chats:
