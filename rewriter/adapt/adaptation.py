@@ -71,7 +71,7 @@ def adapt(
     otherwise, and settings follow from the number of tokens (`Budget`). Under torchrun, ranks that `options` does not
     give to tensors (tp) or sequences (sp) are data-parallel. Every rank calls it; all get the report.
 
-    An interrupted run leaves its checkpoints in `.NAME.adapting` beside `out`, where `resume` continues it: step for
+    An interrupted run leaves its checkpoints in `.NAME.adapting` next to `out`, where `resume` continues it: step for
     step with the same losses. Raises RewriterError for bad input, before anything is written, and for a loss that is
     not finite; VerificationError where what was written does not compute what the recipe says, and where weights, code
     or config of `directory` have changed since they were written.

@@ -82,7 +82,7 @@ class RealWeights:
 
     @torch.no_grad()
     def _quantized(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """The ranks' logits for `ids`; None where no message of so many tokens is quantized."""
+        """The ranks' logits for `ids`; None where no message of that many tokens is quantized."""
         if not is_quantized(self.program):
             return None
         weights = self._weights_of(self.program)

@@ -34,7 +34,7 @@ def name_of(path: str | os.PathLike[str]) -> str:
 
 def require_place(path: Path, option: str, more_beside: bool = False) -> None:
     """Refuse what cannot be written, before any work is done for it: directories, disks, and where `more_beside` says
-    that more is written beside it, all but files. Raises RewriterError."""
+    that more is written next to it, all but files. Raises RewriterError."""
     if path.is_dir() or not path.parent.is_dir():
         what = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
         raise RewriterError(f"{option} {path}: {what}. Name a file in a directory that exists.")
@@ -161,7 +161,7 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Raise RewriterError where a directory holds an adapter of peft, alone or beside a model: transformers adds it
+    """Raise RewriterError where a directory holds an adapter of peft, alone or next to a model: transformers adds it
     where peft is installed, and without it this is another model. Folders inside are not looked at, as transformers
     does not."""
     file = directory / ADAPTER_CONFIG

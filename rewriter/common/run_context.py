@@ -16,7 +16,7 @@ def silent(*_: object, **__: object) -> None:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a call reports its progress, and if it may run Python code that a checkpoint brings.
+    """The receiver of a call's progress, and True if Python code that a checkpoint brings may run.
 
     `trust_remote_code` means what it means in transformers. Every function of the API that reads a model takes one.
     """

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 CONFIG = "tokenizer_config.json"
-# What may lie beside a model and is no part of a tokenizer, whose vocabulary may have any name.
+# What may lie next to a model and is no part of a tokenizer, whose vocabulary may have any name.
 _OTHERS = (
     "*.safetensors", "*.index.json", "*.py", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.pt", "*.pth", "*.ckpt",
     "pytorch_model*", "model.*", "adapter_*", "consolidated*", "training_args.bin", "optimizer*", "scheduler*", "*.md",

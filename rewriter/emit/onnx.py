@@ -37,7 +37,7 @@ def export_onnx(directory: Path, file: Path, context: RunContext = RunContext())
     """Write the model in `directory` to `file` as ONNX in float32 and check it against torch under onnxruntime.
 
     The directory's own code runs only if it is what its manifest says, or where `context` trusts it. `file` and, for
-    models above 2 GB, `file`.data are written beside their place and renamed once they have been checked.
+    models above 2 GB, `file`.data are written next to their place and renamed once they have been checked.
 
     Raises RewriterError when the onnx extra is not installed, `file` exists or its directory does not, the directory
     holds no model, or its code was changed; VerificationError when onnxruntime computes something else.

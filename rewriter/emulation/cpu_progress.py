@@ -77,13 +77,13 @@ class CpuProgress:
         return one
 
     def end(self, one: Underway) -> float:
-        """When `one` ends, if the rank does not compute from now on."""
+        """End of `one`, if the rank does not compute from now on."""
         with self._lock:
             self._advance(time.monotonic())
             return one.end if one.end is not None else self._courses(self._at, 0.0)[one].end
 
     def start(self, one: Underway) -> float:
-        """When `one` starts, as far as that is known now."""
+        """Start of `one`, as far as that is known now."""
         with self._lock:
             return one.start if one.start is not None else self._courses(self._at, 0.0)[one].start
 

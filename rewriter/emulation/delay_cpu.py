@@ -179,7 +179,7 @@ class DelayedWork(EmulatedWork):
         return left if time.monotonic() >= self._latest(left) else left - self.cpu_seconds * (1 - self.share)
 
     def _latest(self, left: float) -> float:
-        """When the last of it has to be begun, to end in time."""
+        """Time at which the last of it has to be begun, to end in time."""
         return self.deadline() - left - TIMER_SPIN
 
 

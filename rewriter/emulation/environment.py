@@ -26,7 +26,7 @@ from rewriter.emulation.wire_mode import endpoint
 from rewriter.fabric import DelayModel, Links
 from rewriter.fabric.calls import directed_delay
 
-# What may pass within so many seconds passes now: a rank that is woken for every message of a short operation would be
+# What may pass within these seconds passes now: a rank that is woken for every message of a short operation would be
 # late. Its last message says when the operation may end.
 _EARLY = 5e-4
 

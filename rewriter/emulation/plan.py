@@ -17,7 +17,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.fabric.calls import Kind
 
 SEGMENT = 1 << 20  # bytes of gloo's largest segment of a reduction; and of a message: larger ones are cut
-# Above it a collective has so many steps that their number, not the wire, would set the time that an emulation takes:
+# Above it a collective has that many steps that their number, not the wire, would set the time that an emulation takes:
 # the steps of a larger group travel together, as many as those of a group of this size, and with the same bytes.
 RANKS = 16
 

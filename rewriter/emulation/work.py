@@ -95,7 +95,7 @@ class EmulatedWork(OperationWork):
         self._ready.set()
 
     def deadline(self) -> float:
-        """When the operation ends, if the rank waits for it: seconds of `time.monotonic`. Not before `due`; it may be
+        """End of the operation, if the rank waits for it: seconds of `time.monotonic`. Not before `due`; it may be
         later when it is asked again."""
         return self.due if self.underway is None else max(self.due, self._progress.end(self.underway))
 

@@ -36,8 +36,8 @@ class OverlapCosts:
 
     `crossing`, `crossing_eager`: seconds by which a kernel starts later after another stream's work, in a CUDA graph
     and outside. `order`: of the kernel that follows a collective's start, the part that the collective waits for.
-    `contention`: by which share kernels beside a collective take longer, at least; the roofline may say more, of the
-    SMs and the bandwidth that the collective takes, `taken` times. `slowed`: by which share a transfer beside kernels
+    `contention`: by which share kernels next to a collective take longer, at least; the roofline may say more, of the
+    SMs and the bandwidth that the collective takes, `taken` times. `slowed`: by which share a transfer next to kernels
     takes longer. `jitter`: standard deviation of a rank's kernels, as a share of their time; `jitter_seconds`:
     likewise, in seconds between two collectives, whichever kernels run. `clocks`: by which share kernels bound
     by arithmetic slow down at the power limit. `step`: seconds between two passes of a graph.

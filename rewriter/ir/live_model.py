@@ -53,7 +53,7 @@ class Host:
 
     @torch.no_grad()
     def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> None:
-        """Run the unmodified model, without a cache, and keep what each opaque module is given beside the wiring's."""
+        """Run the unmodified model, without a cache, and keep what each opaque module is given next to the wiring's."""
         given = {} if position_ids is None else {"position_ids": position_ids}
         self.calls = calls = {}
 

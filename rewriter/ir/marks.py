@@ -19,7 +19,7 @@ UNSCHEDULED: Literal["unscheduled"] = "unscheduled"
 
 @dataclass(frozen=True)
 class Mode:
-    """Wiring of a block of the residual stream. The pass that wires it so declares it, beside its own code.
+    """Wiring of a block of the residual stream. The pass that wires it so declares it, next to its own code.
 
     `sentence` says it in a card and in generated code, without a subject.
     `prefix` begins the name of a class of such layers in a runtime module.
@@ -67,7 +67,7 @@ class Marks:
     `dropped`: a rank's own part of a sum whose reduction a pass left out.
     `runs_in`: the layer that runs the node where a pass rescheduled it (None: after the last), else UNSCHEDULED.
     `reduction`: the all-reduce that this start or wait was made from.
-    `beside`: runs in a branch beside the next block of its layer, which does not need it.
+    `beside`: runs in a branch next to the next block of its layer, which does not need it.
     `python`: how the source's layer calls this child.
     `role`: what an emitted module calls the value. `tag`: the name of a traced region in emitted code.
     `returned`, while tracing: how many values a child returns.

@@ -146,7 +146,7 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 def signs(size: int, device: torch.device) -> Tensor:
     """±1 [size], fp32, by which a block is multiplied before H and after: S.
 
-    H alone turns a block of equal numbers, or of a wave, into one number beside zeros, for which there is no level.
+    H alone turns a block of equal numbers, or of a wave, into one number next to zeros, for which there is no level.
     """
     return (1.0 - 2.0 * ((mix(torch.arange(size)) >> 7) & 1).to(torch.float32)).to(device)
 

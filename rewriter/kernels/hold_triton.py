@@ -1,4 +1,4 @@
-"""Kernels that take the time and the place of a collective: so many blocks for so long, moving so many bytes of memory.
+"""Kernels that take the time and the place of a collective: its blocks, for its duration, moving its bytes of memory.
 
 One launch of `hold_kernel` is one collective of an emulated job. Its first block to run asks for the links (`reserve`)
 and sets when it begins; each block then stays until
@@ -9,7 +9,7 @@ for a channel of NCCL does its share of the data however late its block found a 
 nothing but the first one, which runs: launches whose blocks do not all fit cannot wait for each other. No wait is
 without a limit (`SPINS`, `LONGEST`), so that tables with wrong values cannot hang a device. Meanwhile each block
 copies its share of the bytes, evenly over the delay, and it keeps so much shared memory that a multiprocessor has
-room for one: a matrix product beside it loses as many of them as beside the real collective.
+room for one: a matrix product next to it loses as many of them as next to the real collective.
 
 Times are nanoseconds of %globaltimer, int64. Tables are int64 on the device, so that what is captured in a CUDA graph
 follows when they are changed:

@@ -40,7 +40,7 @@ WARPS = 4
 _ALL_REGISTERS = 255  # of a thread: rotated sums spill where the compiler aims at fewer
 _REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
 _BYTES = 16 * 32 * WARPS  # of a plane's run in a tile: what its threads store at once
-_FEWEST = 32 * 32 * WARPS  # elements of a tile: so many for a thread that its addresses and scales do not cost much
+_FEWEST = 32 * 32 * WARPS  # elements of a tile: that many for a thread that its addresses and scales do not cost much
 _LEAST_ROWS = 16  # of a product of matrices
 _ELEMENTS = 8192  # of a tile whose blocks are rotated
 

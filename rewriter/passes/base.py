@@ -66,7 +66,7 @@ class Pass(ABC):
     makes_partials: ClassVar[bool] = False
     # It shards the tokens of a sequence. Its option `tokens` is the length to plan for, or "auto".
     shards_tokens: ClassVar[bool] = False
-    # The options that it needs beside its own on weights that it has changed already.
+    # The options that it needs next to its own on weights that it has changed already.
     again: ClassVar[Mapping[str, Any]] = {}
 
     reference_modes: ClassVar[Callable[..., LayerModes] | None] = None

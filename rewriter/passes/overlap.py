@@ -29,8 +29,8 @@ class Overlap(Pass):
     block. The mark `runs_in` is the layer that runs a node, None after the last one; `layer` still says whose it
     is. Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
 
-    `branches` 2: a block whose sum nobody needs before the end of the layer's next block runs in a branch beside that
-    block, as attention beside the MLP of a ladder layer. On CUDA the branch has a stream of a higher priority, so that
+    `branches` 2: a block whose sum nobody needs before the end of the layer's next block runs in a branch next to that
+    block, as attention next to the MLP of a ladder layer. On CUDA the branch has a stream of a higher priority, so that
     its small kernels run while the other block's weights are read. The same sums are added in the same order.
     """
 
@@ -96,7 +96,7 @@ class _Stretch:
 
 
 def put_in_branches(graph: fx.Graph, modules: Mapping[str, Module]) -> int:
-    """Let blocks of a scheduled wiring run beside the next block of their layer; the number of such blocks.
+    """Let blocks of a scheduled wiring run next to the next block of their layer; the number of such blocks.
 
     Such a block's reduction is waited for after the next block, which therefore does not need it. Its nodes up to the
     start get the mark `beside`. The two blocks share no value that one of them computes: a residual add that both need
@@ -130,7 +130,7 @@ def _stretches(nodes: Sequence[fx.Node]) -> list[_Stretch]:
 
 
 def _branch(block: _Stretch, following: _Stretch, modules: Mapping[str, Module]) -> list[fx.Node]:
-    """The nodes of `block` that can run beside `following`, in order; none where it has to come before."""
+    """The nodes of `block` that can run next to `following`, in order; none where it has to come before."""
     works = any(n.op == "call_module" and computes(modules[str(n.target)]) for n in following.nodes)
     if block.end.target is not ops.all_reduce_start or not works:
         return []

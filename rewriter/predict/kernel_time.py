@@ -1,10 +1,10 @@
 """Seconds of a kernel on a device: as measured, or on a roofline where it was not: the longer of its arithmetic and its
-memory traffic, and the gap before it. A measured kernel becomes slower beside a collective as it does on the roofline.
+memory traffic, and the gap before it. A measured kernel becomes slower next to a collective as it does on the roofline.
 
 A product is cut into tiles of 128 × 128 results, and along its depth where these would leave SMs idle; tiles run in
 waves, one per SM. With fewer SMs, because a collective holds some, a product that just fits needs a second wave: one of
-132 tiles on 132 SMs takes twice as long beside an all-gather of 24 blocks, as was measured on an H100 (NVIDIA developer
-forum 337991). Memory that a collective reads and writes meanwhile is missing too.
+132 tiles on 132 SMs takes twice as long next to an all-gather of 24 blocks, as was measured on an H100 (NVIDIA
+developer forum 337991). Memory that a collective reads and writes meanwhile is missing too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Rates:
     `bandwidth`: bytes per second of device memory, as a copy or a long product reaches it. `sms`: streaming
     multiprocessors. `gap`: seconds between the ends of two kernels besides their work. `launch`: seconds of the host
     per kernel that it launches; 0 where a graph is replayed. `table`: kernels measured on such a device, whose kernels
-    of `dtype` stand for this one's, which promises `promised`; None: there are none. `factor`: all kernels take so many
-    times as long. `overlap`: what overlap costs.
+    of `dtype` stand for this one's, which promises `promised`; None: there are none. `factor`: all kernels take this
+    many times as long. `overlap`: what overlap costs.
     """
 
     product_flops: float

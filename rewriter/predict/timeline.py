@@ -173,7 +173,7 @@ class Timeline:
             self.measured += self.durations.measured(step.kernels)
 
     def _beside(self, kernels: tuple[Kernel, ...], start: float, alone: float) -> float:
-        """End of kernels that take `alone` seconds alone and begin at `start`, beside the collectives under way."""
+        """End of kernels that take `alone` seconds alone and begin at `start`, next to the collectives under way."""
         self.active = [busy for busy in self.active if busy.end > start]
         now, left = start, alone
         for busy in self.active:
@@ -263,7 +263,7 @@ class Timeline:
         self.ends[step] = now
 
     def _delay(self, step: Begin, call: Call, computed: float) -> Delay:
-        """Delay of a collective, slowed down by the kernels that run beside it: about as long as those before it."""
+        """Delay of a collective, slowed down by the kernels that run next to it: about as long as those before it."""
         delay, slowed = self.delays(step, call), self.overlap.slowed
         if not step.aside or not slowed:
             return delay
@@ -271,7 +271,7 @@ class Timeline:
         return replace(delay, seconds=delay.seconds + more, transfer=delay.transfer + more)
 
     def _behind_next(self) -> float:
-        """Seconds that a collective waits for the SMs of the kernel that is launched beside it."""
+        """Seconds that a collective waits for the SMs of the kernel that is launched next to it."""
         if not self.overlap.order or not isinstance(self.next, TimelineRun):
             return 0.0
         return self.overlap.order * seconds(self.next.kernels[0], self.durations.rates)

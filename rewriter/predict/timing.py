@@ -1,4 +1,4 @@
-"""Collectives timed between this job's ranks, as programs meet them: after computation, and beside it.
+"""Collectives timed between this job's ranks, as programs meet them: after computation, and next to it.
 
 Ranks compute between repetitions for about as long as the collective takes, each time somewhat longer or shorter:
 programs for which a collective matters are like that, and it matters that they are. A link's token buckets are full

@@ -399,7 +399,7 @@ class _OtherResult:
 def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
     """The tensors of those that a child returns which the layer uses, by their order; None: all of them.
 
-    What a layer only passes on beside its hidden state (attention weights) is not used.
+    What a layer only passes on next to its hidden state (attention weights) is not used.
     """
     if isinstance(output, torch.Tensor):
         return None

@@ -227,7 +227,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """(path, list) of the decoder layers: of the lists in the model's decoder that are in no other one, the one as long
-    as its config says, else the longest. An encoder of images or sound beside it may have more layers."""
+    as its config says, else the longest. An encoder of images or sound next to it may have more layers."""
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{p}.") for p, _ in lists):

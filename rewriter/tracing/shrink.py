@@ -3,7 +3,7 @@
 What decides how a model is traced, split and rewired is kept: whether sizes divide by the number of ranks, whether
 query heads share key/value heads, whether ranks share them, partial rotary, latent attention, experts, every layer
 type, ties, biases, norms, soft-caps. What only makes it big is not: widths, vocabulary, depth, window lengths (the
-names of these settings are in `shrink_sizes`). Encoders beside the text model (vision, audio) become small as well.
+names of these settings are in `shrink_sizes`). Encoders next to the text model (vision, audio) become small as well.
 
 Layer selections name layers of the real model, so layers are not renumbered by a rule of three. `representatives`
 picks real layers: the first two and the last two, every kind of layer (its type in the config, and which passes select
@@ -40,7 +40,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the language model inside `config`, which may be `config` itself."""
     if hasattr(config, "global_config"):  # the language model between a byte encoder and decoder
         return config.global_config
-    # A text encoder beside it (music generation) is not what is generated from.
+    # A text encoder next to it (music generation) is not what is generated from.
     return config.get_text_config(decoder=True) if hasattr(config, "text_encoder") else config.get_text_config()
 
 

@@ -240,7 +240,7 @@ def switched_off(
     model: PreTrainedModel, layers: list[nn.Module], example: Mapping[str, torch.Tensor], layer: nn.Module
 ) -> dict[str, bool]:
     """The arguments of `layer` that are False with a cache and without: what a program never asks for (weights of
-    attention beside the hidden state)."""
+    attention next to the hidden state)."""
     runs = (run for cache in (False, True) for run in _runs(model, layers, {**example, "use_cache": cache}))
     calls = [run[layer] for run in runs if layer in run]
     return {n: False for n in layer_signature(layer)[0] if calls and all(call.get(n) is False for call in calls)}

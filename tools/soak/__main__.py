@@ -1,7 +1,7 @@
 """The soak's command: kinds in turn by their share of the time, until the hours are over.
 
-PYTHONPATH=tools:tests:. python -m soak --hours 1            # what `make soak HOURS=1` runs
-PYTHONPATH=tools:tests:. python -m soak --repeat kills:17    # a case again
+PYTHONPATH=tools:tests/support:tests:. python -m soak --hours 1            # what `make soak HOURS=1` runs
+PYTHONPATH=tools:tests/support:tests:. python -m soak --repeat kills:17    # a case again
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-COMMAND = "PYTHONPATH=tools:tests:. .venv/bin/python -m soak --repeat"
+COMMAND = "PYTHONPATH=tools:tests/support:tests:. .venv/bin/python -m soak --repeat"
 
 
 @dataclass

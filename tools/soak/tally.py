@@ -35,7 +35,7 @@ What random and damaged inputs, programs, kills, disks and ranks have found in `
 run and writes this page from `tools/soak/tally.json`; an interrupted soak goes on where it was.
 
 {summary} A case is one random draw, which may try many inputs. It follows from its kind and number; to repeat one:
-`PYTHONPATH=tools:tests:. .venv/bin/python -m soak --repeat KIND:NUMBER`.
+`PYTHONPATH=tools:tests/support:tests:. .venv/bin/python -m soak --repeat KIND:NUMBER`.
 
 | what was tried | times | goal |
 |---|---:|---:|

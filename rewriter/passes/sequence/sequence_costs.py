@@ -61,8 +61,8 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> AttentionM
     are gathered as before, but of what travels in a row there are two blocks at a time. In a single column, where no
     queries come that would need them again, and in a ring there are two blocks of k and v, the one in use and the one
     that arrives, and two of their gradients, a rank's own and those of the block in use. Where heads are exchanged, the
-    tensors before stand beside those after. Quantized keys and values are kept and gathered as bytes, and computed with
-    as they are dequantized: all that are gathered, or of passing blocks the one in use.
+    tensors before stand next to those after. Quantized keys and values are kept and gathered as bytes, and computed
+    with as they are dequantized: all that are gathered, or of passing blocks the one in use.
     """
     heads, rows, columns = plan.grid
     size, sum_size = shape.dtype_bytes, shape.accumulation_bytes
@@ -164,7 +164,7 @@ def _overlapped(
 
     Own queries against the column's keys as these arrive, while the first foreign queries do; then each foreign block
     of queries against all keys, while the next one arrives and the last one's results leave. Gradients of keys leave
-    block by block beside the last block of queries; in a single column, beside all.
+    block by block next to the last block of queries; in a single column, next to all.
     """
     _, rows, columns = plan.grid
     tile = compute / (rows * columns)

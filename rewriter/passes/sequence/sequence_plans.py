@@ -42,7 +42,7 @@ TOKENS = 131_072  # for a caller who knows no length: the longest of the paper's
 class Setting:
     """The setting that plans are compared in.
 
-    `links` gives axes of the grid their own link instead of the fabric's. `tensor_parallel` ranks stand beside
+    `links` gives axes of the grid their own link instead of the fabric's. `tensor_parallel` ranks stand next to
     each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last.
     `quantized` and `min_bytes` are those of every plan.
     """
