@@ -30,7 +30,7 @@ _LARGE = 1 << 26  # of integers: pickled objects, counts, tokens
 
 @dataclass
 class _Meeting:
-    """Ranks that have come to one operation: by rank its time, what it calls, and the values that it gives. `operation` is None
+    """Ranks that have come to one operation: by rank its time, what it calls, and its values. `operation` is None
     until this rank has come."""
 
     came: dict[int, tuple[float, str, bytes]] = field(default_factory=dict)
