@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from typing import BinaryIO, Self
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
-from rewriter.weights.finite import NotFinite, Pieces, Watched, checked_pieces, refuse
+from rewriter.weights.finite import PIECE, NotFinite, Pieces, Watched, checked_pieces, refuse
 from rewriter.weights.space import available, existing
 
 _FICLONE = 0x40049409
@@ -63,16 +64,16 @@ class HashedFiles:
             digest = hashlib.sha256()
             with closing(pieces), open(target, "xb") if isinstance(target, Path) else nullcontext(target) as file:
                 shared = file is None or (source is not None and reflink(source, file))
+                disk = None if shared or file is None else _DirectWriter(file.fileno())
                 for piece in pieces:
                     if self._stop.is_set():
                         raise InterruptedError
                     digest.update(piece)
-                    if file is not None and not shared:
-                        file.write(piece)
-                        # begins to bring it to the disk, instead of at the end
-                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    if disk is not None:
+                        disk.write(piece)
+                if disk is not None:
+                    disk.flush()
                 if file is not None:
-                    file.flush()
                     os.fsync(file.fileno())
             return digest.hexdigest()
 
@@ -85,6 +86,35 @@ class HashedFiles:
         digest = job.result()
         refuse(broken, watched)
         return digest
+
+
+class _DirectWriter:
+    """Writes to a new file past the page cache (O_DIRECT), where the file system can: its write-back is slower than the
+    disk."""
+
+    def __init__(self, file: int) -> None:
+        self.file, self.buffer, self.filled = file, mmap.mmap(-1, PIECE), 0  # aligned to pages
+        self.flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        with suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_SETFL, self.flags | os.O_DIRECT)
+
+    def write(self, piece: memoryview) -> None:
+        while piece:
+            part = piece[: len(self.buffer) - self.filled]
+            self.buffer[self.filled : self.filled + len(part)] = part
+            piece, self.filled = piece[len(part) :], self.filled + len(part)
+            if self.filled == len(self.buffer):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is left, the last piece of which need not be whole blocks."""
+        if self.filled < len(self.buffer):
+            fcntl.fcntl(self.file, fcntl.F_SETFL, self.flags)
+        with memoryview(self.buffer)[: self.filled] as left:
+            done = 0
+            while done < self.filled:
+                done += os.write(self.file, left[done:])
+        self.filled = 0
 
 
 class EarlyCopies(HashedFiles):

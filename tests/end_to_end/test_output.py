@@ -241,7 +241,7 @@ def dying(real):
     return call
 
 finite.PIECE = shards.MADE = 1 << 20
-for name in ("open", "write", "posix_fadvise", "fsync", "rename", "mkdir", "unlink", "ftruncate"):
+for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "ftruncate"):
     setattr(os, name, dying(getattr(os, name)))
 
 checkpoint = Checkpoint.open(root / "model")
@@ -320,11 +320,14 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def fill_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on no file may become larger than 2 MiB; then the disk is full."""
 
-    def limited(fd: int, *_: int) -> None:
-        if os.fstat(fd).st_size > 2 << 20:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write = os.write
 
-    monkeypatch.setattr(os, "posix_fadvise", limited)
+    def limited(fd: int, data: bytes) -> int:
+        if os.fstat(fd).st_size + len(data) > 2 << 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", limited)
 
 
 def attempt(model: Path, final: Path) -> str:
