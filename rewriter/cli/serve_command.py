@@ -22,7 +22,7 @@ from rewriter.common.text_settings import text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.output.manifest import Manifest, damage, healing, read_manifest
 from rewriter.output.names import MANIFEST
-from rewriter.runtime.serving.schedule import Unsupported, schedule_of
+from rewriter.output.sum_schedule import Unsupported, schedule_of
 from rewriter.weights import Checkpoint
 
 Engine = Literal["vllm", "transformers"]

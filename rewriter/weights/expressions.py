@@ -161,6 +161,8 @@ class Take(_Rearrangement):
         """The size of `dim` becomes the number of places, of which there is at least one."""
         (whole,) = inputs
         size = whole[_dim(self, self.dim, whole)]
+        if not self.index:
+            raise RewriterError(f"{self}: no place is named. At least one within {_sizes(whole)} is needed.")
         if min(self.index) < 0 or max(self.index) >= size:
             raise RewriterError(
                 f"{self}: places {min(self.index)} to {max(self.index)} do not all lie in dimension {self.dim}, which "

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizer import add_tokenizer
 
 import rewriter as rw
-from rewriter import api
+from rewriter import AdaptOptions, api
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.runtime import load
@@ -172,7 +172,7 @@ def test_nothing_is_trained_on_weights_that_changed(outputs: dict[str, Path], tm
     (out / "README.md").write_text("My own card.")
     flip(out / "model.safetensors")
     with pytest.raises(VerificationError, match=r"model\.safetensors: changed since it was written"):
-        api.adapt(out, out=tmp_path / "adapted", options=api.AdaptOptions(tokens=64))
+        api.adapt(out, out=tmp_path / "adapted", options=AdaptOptions(tokens=64))
     assert not list(tmp_path.glob("*adapted*"))
 
 

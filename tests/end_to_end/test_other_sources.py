@@ -58,7 +58,7 @@ OF_OUTPUTS: dict[str, Callable[[Path, Path], Any]] = {
     "generate": lambda out, new: api.generate(out, ["a"]),
     "load": lambda out, new: api.load(out),
     "runtime.load": lambda out, new: load(out),
-    "adapt": lambda out, new: api.adapt(out, out=new, options=api.AdaptOptions(tokens=100)),
+    "adapt": lambda out, new: api.adapt(out, out=new, options=AdaptOptions(tokens=100)),
     "verify": lambda out, new: api.verify(out),
     "reshard": lambda out, new: api.reshard(out, 2),
     "diff of an output": lambda out, new: api.diff(out),
@@ -178,7 +178,7 @@ def test_the_code_and_its_vocabulary_are_copied_and_used_with_trust(
     assert set(FILES) <= set(json.loads((out / "rewrite.json").read_text())["files"])
     for refused in (
         lambda: api.generate(out, ["ab"], max_new_tokens=2),
-        lambda: api.adapt(out, out=tmp_path / "new", options=api.AdaptOptions(tokens=100)),
+        lambda: api.adapt(out, out=tmp_path / "new", options=AdaptOptions(tokens=100)),
         lambda: serve_command(out, engine="transformers"),
     ):
         with pytest.raises(RewriterError, match="--trust-remote-code"):

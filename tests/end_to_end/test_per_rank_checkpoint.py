@@ -36,6 +36,7 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.runtime import load as load_rank
 from rewriter.tracing import trace
 
+UNVERIFIED = api.SaveOptions(verify="none")
 TOLERANCE = 1e-5
 # llama has 8 query heads on 2 key/value heads: at P = 4, ranks hold copies of them. gpt2 and gpt_neox fuse q, k and v.
 FAMILIES = [
@@ -269,9 +270,7 @@ def converted(ranks: int = 2) -> Path:
     """The output directory of desync-2x with norms of each rank's own."""
     path = emitted.source("llama").parent / f"converted-{ranks}"
     options = {"desync.untie_norms": True, "permute.ranks": {}}  # the order on disk
-    api.convert(
-        emitted.source("llama"), "desync-2x", out=path, tp=ranks, set=options, options=api.SaveOptions(verify="none")
-    )
+    api.convert(emitted.source("llama"), "desync-2x", out=path, tp=ranks, set=options, options=UNVERIFIED)
     return path
 
 
@@ -312,14 +311,7 @@ def test_norms_of_each_rank_s_own_survive_a_round_trip(tmp_path: Path) -> None:
 def test_norms_of_each_rank_s_own_in_a_checkpoint_of_many_files(tmp_path: Path) -> None:
     zoo.shared("llama").save_pretrained(tmp_path / "source", max_shard_size="150KB")
     options = {"desync.untie_norms": True, "permute.ranks": {}}  # the order on disk
-    api.convert(
-        tmp_path / "source",
-        "desync-2x",
-        out=tmp_path / "out",
-        tp=2,
-        set=options,
-        options=api.SaveOptions(verify="none"),
-    )
+    api.convert(tmp_path / "source", "desync-2x", out=tmp_path / "out", tp=2, set=options, options=UNVERIFIED)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     before = json.loads((tmp_path / "source" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == before["weight_map"]

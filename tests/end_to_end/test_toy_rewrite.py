@@ -26,11 +26,11 @@ from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode, mark
 from rewriter.output.manifest import GOLDEN, read_manifest
+from rewriter.output.sum_schedule import Sum, schedule_of
 from rewriter.passes.base import Effect, Pass, record
 from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.selection import Selection, resolve
 from rewriter.recipes import Recipe
-from rewriter.runtime.serving.schedule import Sum, schedule_of
 
 HALF = Mode("half", "adds half of what it computes", prefix="Half")
 

@@ -19,6 +19,7 @@ from onnx import TensorProto, helper
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.run_context import RunContext
 from rewriter.emit import onnx as emit_onnx
 from rewriter.emit.onnx import export_onnx
 
@@ -27,7 +28,7 @@ FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family i
 
 
 def export(family: str, selection: str, file: Path) -> None:
-    export_onnx(emitted.emitted(family, selection), file, trust_remote_code=True)
+    export_onnx(emitted.emitted(family, selection), file, RunContext(trust_remote_code=True))
 
 
 def run(file: Path, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -368,7 +368,7 @@ def test_what_a_fabric_has_no_answer_for_is_told(small: Program) -> None:
 
 def test_a_duration_without_end_is_refused(small: Program) -> None:
     with pytest.raises(RewriterError, match="takes inf s"):
-        api.predict(small, ["tensor-parallel"], cluster=api.Cluster(what_if=("all_reduce=x1e6",) * 6))
+        api.predict(small, ["tensor-parallel"], cluster=api.Cluster(what_if=("all_reduce=x1e6",) * 60))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rewriter.runtime.serving.schedule import Sum, Unsupported, schedule_of
+from rewriter.output.sum_schedule import Sum, Unsupported, schedule_of
 from rewriter.runtime.serving.vllm.layer_form import form_of
 
 FP32 = torch.float32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rewriter.runtime.serving.schedule import Sum, schedule_of
+from rewriter.output.sum_schedule import Sum, schedule_of
 from rewriter.runtime.serving.vllm import engine, sums
 from rewriter.runtime.serving.vllm.layer_form import form_of
 from rewriter.runtime.serving.vllm.rewired_layer import RewiredLayer

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rewriter.runtime.serving.schedule import Unsupported
+from rewriter.output.sum_schedule import Unsupported
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoE
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from rewriter.runtime.serving.schedule import Sum, SumSchedule, Unsupported, schedule_of
+from rewriter.output.sum_schedule import Sum, SumSchedule, Unsupported, schedule_of
 from rewriter.runtime.serving.vllm.layer_form import form_of
 from rewriter.runtime.serving.vllm.rewired_layer import RewiredLayer
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewriter.runtime.serving.schedule import Sum, SumStep
+from rewriter.output.sum_schedule import Sum, SumStep
 from rewriter.runtime.serving.vllm import engine, sums
 from rewriter.runtime.serving.vllm.layer_form import HIDDEN, RESIDUAL, BlockCall, LayerForm
 
