@@ -169,9 +169,7 @@ def test_an_engine_is_told_what_its_mode_means(converted: Path) -> None:
 
 
 def test_it_is_predicted(source: Path) -> None:
-    found = api.predict(
-        source / "config.json", ["tensor-parallel", recipe()], api.Workload(tp=2, prompt=64, generate=8)
-    )
+    found = api.predict(source / "config.json", ["tensor-parallel", recipe()], api.Workload(tp=2))
     assert [prediction.recipe for prediction in found.predictions] == ["tensor-parallel", "half-residual"]
 
 
