@@ -275,6 +275,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow  # soak.kills strikes whole conversions in every run
 def test_kill_9_anywhere_then_resume(model: Path) -> None:
     whole = convert(model, 0, resume=False)
     assert whole.returncode == 0, whole.stderr
