@@ -64,15 +64,13 @@ class HashedFiles:
             digest = hashlib.sha256()
             with closing(pieces), open(target, "xb") if isinstance(target, Path) else nullcontext(target) as file:
                 shared = file is None or (source is not None and reflink(source, file))
-                disk = None if shared or file is None else _DirectWriter(file.fileno())
-                for piece in pieces:
-                    if self._stop.is_set():
-                        raise InterruptedError
-                    digest.update(piece)
-                    if disk is not None:
-                        disk.write(piece)
-                if disk is not None:
-                    disk.flush()
+                with nullcontext() if shared or file is None else _DirectWriter(file.fileno()) as disk:
+                    for piece in pieces:
+                        if self._stop.is_set():
+                            raise InterruptedError
+                        digest.update(piece)
+                        if disk is not None:
+                            disk.write(piece)
                 if file is not None:
                     os.fsync(file.fileno())
             return digest.hexdigest()
@@ -90,31 +88,44 @@ class HashedFiles:
 
 class _DirectWriter:
     """Writes to a new file past the page cache (O_DIRECT), where the file system can: its write-back is slower than the
-    disk."""
+    disk. A thread writes one buffer while the caller fills the other. A context manager: leaving it waits for the disk.
+    """
 
     def __init__(self, file: int) -> None:
-        self.file, self.buffer, self.filled = file, mmap.mmap(-1, PIECE), 0  # aligned to pages
-        self.flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        self.file, self.flags = file, fcntl.fcntl(file, fcntl.F_GETFL)
+        self.buffers = [mmap.mmap(-1, PIECE), mmap.mmap(-1, PIECE)]  # aligned to pages
+        self.filled, self.under_way = 0, Future[None]()
+        self.under_way.set_result(None)
+        self.pool = ThreadPoolExecutor(1)
         with suppress(OSError):
             fcntl.fcntl(file, fcntl.F_SETFL, self.flags | os.O_DIRECT)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self.pool:
+            self.under_way.result()
+            if kind is None:
+                self._write(self.buffers[0], self.filled)
+
     def write(self, piece: memoryview) -> None:
         while piece:
-            part = piece[: len(self.buffer) - self.filled]
-            self.buffer[self.filled : self.filled + len(part)] = part
+            part = piece[: PIECE - self.filled]
+            self.buffers[0][self.filled : self.filled + len(part)] = part
             piece, self.filled = piece[len(part) :], self.filled + len(part)
-            if self.filled == len(self.buffer):
-                self.flush()
+            if self.filled == PIECE:
+                self.under_way.result()
+                self.under_way, self.filled = self.pool.submit(self._write, self.buffers[0], PIECE), 0
+                self.buffers.reverse()
 
-    def flush(self) -> None:
-        """Write what is left, the last piece of which need not be whole blocks."""
-        if self.filled < len(self.buffer):
+    def _write(self, buffer: mmap.mmap, nbytes: int) -> None:
+        if nbytes < PIECE:  # the end of a file need not be whole blocks
             fcntl.fcntl(self.file, fcntl.F_SETFL, self.flags)
-        with memoryview(self.buffer)[: self.filled] as left:
+        with memoryview(buffer)[:nbytes] as data:
             done = 0
-            while done < self.filled:
-                done += os.write(self.file, left[done:])
-        self.filled = 0
+            while done < nbytes:
+                done += os.write(self.file, data[done:])
 
 
 class EarlyCopies(HashedFiles):
