@@ -1,7 +1,11 @@
-"""Quantized collectives of what is not finite, wrong uses, and errors between messages."""
+"""Quantized collectives of what is not finite, wrong uses, errors between messages, and the end of a process."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
+import time
 from functools import cache
 from typing import Any
 
@@ -15,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from rewriter.runtime import all_reduce_wait
 from rewriter.runtime.collectives import exchange
 from rewriter.runtime.collectives.exchange import Transfer
-from rewriter.runtime.quantized import schedules
+from rewriter.runtime.quantized import background, schedules
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 from rewriter.runtime.quantized.launch import quantized_all_reduce, quantized_all_reduce_start, reduce_scatter
 
@@ -68,7 +72,19 @@ def odd(group):
         "divide": lambda: reduce_scatter(x[:699], group, "int8"),
     }
     messages = {name: refusal(call) for name, call in wrong.items()}
-    return found, messages, broken(group)
+    return found, messages, ended_in_a_fork(), broken(group)
+
+
+def ended_in_a_fork():
+    """The exit status of a process forked from this one, whose thread has run, with a collective under way at its
+    end: 0 if that ended first."""
+    process = os.fork()
+    if not process:
+        signal.alarm(300)
+        job = background.start(lambda: time.sleep(0.2))
+        atexit._run_exitfuncs()
+        os._exit(not job.finished.is_set())
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 @cache
@@ -102,3 +118,8 @@ def test_an_error_between_messages_is_not_forgotten():
         assert len(said) == 9
         for words in said.values():
             assert "an earlier call in this process ended in RuntimeError(the link is down) with messages" in words
+
+
+def test_collectives_end_before_their_process_does():
+    """Otherwise it would abort. A fork has its own thread."""
+    assert all(status == 0 for _, _, status, _ in launched())

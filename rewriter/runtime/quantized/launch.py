@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.kernels import DTYPES, Format, slice_length
 from rewriter.runtime.collectives.exchange import Pending, Transfer, messages_under_way
 from rewriter.runtime.collectives.log import observe
-from rewriter.runtime.quantized import schedules
+from rewriter.runtime.quantized import background, schedules
 from rewriter.runtime.quantized.schedules import QuantizedCall, Schedule, StepFormats, step_formats
 from rewriter.runtime.quantized.topology import Topology, by_key, topology_key, topology_of
 
@@ -101,8 +102,8 @@ def all_reduce_start(
     all of them. x must not be written until then.
 
     A reduce-scatter whose sums are quantized once more, in the last step's format, and gathered. x is padded with zeros
-    to `slice_length(n, P, formats)` elements for each rank. Until the wait, on CUDA all of it runs on another
-    stream, and on a CPU the first message is on its way; with `wait=True` it is done at once, on the current stream.
+    to `slice_length(n, P, formats)` elements for each rank. Until the wait it runs on another stream on CUDA, in
+    another thread on a CPU; with `wait=True` it is done at once, here.
     Raises RewriterError as `reduce_scatter`.
     """
     call = _call("all_reduce", x, topology, formats, name, seed)
@@ -120,22 +121,14 @@ def all_reduce_start(
     def result() -> Tensor:
         return y_PN.view(-1)[: x.numel()].view(x.shape)
 
-    schedule = schedules.all_reduce(x_PN, y_PN, call)
     if wait:
-        _run(schedule)
+        _run(schedules.all_reduce(x_PN, y_PN, call))
         return Transfer([], result)
     if x.is_cuda:
-        return Transfer([_started_on_stream(schedule, x.device)], result, (x_PN,))
-    with _messages():
-        first = next(schedule)
-
-    def finish() -> Tensor:
-        with _messages():
-            first.wait()
-        _run(schedule)
-        return result()
-
-    return Transfer([], finish)
+        return Transfer([_started_on_stream(schedules.all_reduce(x_PN, y_PN, call), x.device)], result, (x_PN,))
+    call = replace(call, topology=background.own_groups(call.topology))
+    schedule = schedules.all_reduce(x_PN, y_PN, call)
+    return Transfer([background.start(lambda: _run(schedule))], result, (x_PN,))
 
 
 @contextmanager
@@ -212,9 +205,9 @@ def quantized_all_reduce_start(
     """Begin `quantized_all_reduce`; `all_reduce_wait` gives the sum.
 
     Unlike the exact `all_reduce_start` it does not sum in place: x is kept, and must not be written, until the sum has
-    been waited for. Meanwhile on CUDA all messages of the collective go out from another stream, on a CPU the
-    first does. All ranks start their collectives, and wait for them, in the same order. Not for compiled graphs: start
-    and wait stand between them.
+    been waited for. Meanwhile all messages of the collective go out, from another stream on CUDA and from another
+    thread, with its own process groups, on a CPU. All ranks start their collectives in the same order. Not for
+    compiled graphs: start and wait stand between them.
     """
     topology = topology_of(mesh_or_group)
     if topology.ranks == 1:
