@@ -160,7 +160,7 @@ class Result:
 
 
 class Ranks:
-    """Processes of attention_rank.py on the first ports of a bridge, which all do what they are told. A context
+    """Processes of rank.py on the first ports of a bridge, which all do what they are told. A context
     manager; on leaving it, the processes are ended."""
 
     def __init__(self, bridge: Bridge, directory: Path, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Section decode-attention of `gpu.py`: attention of one token by every kernel of torch, in a CUDA graph.
+"""Section decode-attention of `run.py`: attention of one token by every kernel of torch, in a CUDA graph.
 
 What a rank of a 70B model on 8 ranks computes in each layer of a decode step: 8 query heads of 128, one key/value head.
 """

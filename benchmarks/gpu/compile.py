@@ -1,4 +1,4 @@
-"""Kernels of a section of `gpu.py`, compiled in many processes before it runs.
+"""Kernels of a section of `run.py`, compiled in many processes before it runs.
 
 Triton compiles a kernel in seconds and one after the other, and keeps it on the disk: the more than 200 of quantized
 messages would take ten minutes. Each process runs some of a section's rows and forgets what they find. What one of them

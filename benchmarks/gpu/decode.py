@@ -1,4 +1,4 @@
-"""Section decode of `gpu.py`: decode steps of 70B-like layers on one rank of eight, whose peers are emulated.
+"""Section decode of `run.py`: decode steps of 70B-like layers on one rank of eight, whose peers are emulated.
 
 Layers of Llama 3 70B, random bf16 weights, a small vocabulary so that layers are what is timed. A rank reads 213.9 MB
 in each layer, which no cache holds. Sums take as long as NCCL's on 8 H100 (`rewriter.fabric`), on the stream where

@@ -1,4 +1,4 @@
-"""Section decode-step of `gpu.py`: the step that is captured in a CUDA graph beside the same step run eagerly.
+"""Section decode-step of `run.py`: the step that is captured in a CUDA graph beside the same step run eagerly.
 
 The tiny model that ships; prompts of one length and of two (padding at the left), greedy and drawn.
 """

@@ -1,4 +1,4 @@
-"""Section emulated of `gpu.py`: collectives of one rank in an emulated job take the time they are told, eager and in
+"""Section emulated of `run.py`: collectives of one rank in an emulated job take the time they are told, eager and in
 CUDA graphs, and take multiprocessors from what runs beside them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Section environment of `gpu.py`: what is installed, which device it is, and how fast its memory is."""
+"""Section environment of `run.py`: what is installed, which device it is, and how fast its memory is."""
 
 from __future__ import annotations
 

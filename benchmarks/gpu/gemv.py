@@ -1,4 +1,4 @@
-"""Section gemv of `gpu.py`: the products of a decode step, by cuBLAS and as reductions that TorchInductor compiles.
+"""Section gemv of `run.py`: the products of a decode step, by cuBLAS and as reductions that TorchInductor compiles.
 
 The four of a layer of a 70B model on a rank of 8, weights [N, K] in bf16, one row. Only with coordinate descent tuning
 does Inductor make reductions of such products (`mm` in torch/_inductor/decomposition.py).

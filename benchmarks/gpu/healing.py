@@ -1,4 +1,4 @@
-"""Section healing of `gpu.py`: `rewrite adapt` of a real model, in pieces of a few minutes.
+"""Section healing of `run.py`: `rewrite adapt` of a real model, in pieces of a few minutes.
 
     python examples/real_models.py smollm2-135m-instruct build/gpu/gguf --gguf-parts 2   # where there is a network
     python -m benchmarks.gpu.run --only healing                                              # again, until it says "ok"

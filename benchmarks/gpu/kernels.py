@@ -1,7 +1,7 @@
-"""Section kernels of `gpu.py`: every Triton kernel of the package beside its specification, bf16, one size each.
+"""Section kernels of `run.py`: every Triton kernel of the package beside its specification, bf16, one size each.
 
 Those of quantized messages, of merged attention parts, of a new token's attention, of stored weights, and the one that
-passes time in place of a collective. They are compiled beforehand (see gpu_compile.py).
+passes time in place of a collective. They are compiled beforehand (see compile.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sections decode-layers and prefill-layers of `gpu.py`: few layers of Llama 3 70B on one rank of eight, whose peers
+"""Sections decode-layers and prefill-layers of `run.py`: few layers of Llama 3 70B on one rank of eight, whose peers
 are emulated: how much of its sums each recipe hides, at two batches of generated tokens and in a prompt.
 
 Beside standard, which waits for each sum, ladder, and bound (no sums): ladder in two branches, its MLP beside its

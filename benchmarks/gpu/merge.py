@@ -1,4 +1,4 @@
-"""Section merge of `gpu.py`: the Triton kernel that merges partial outputs, beside PyTorch."""
+"""Section merge of `run.py`: the Triton kernel that merges partial outputs, beside PyTorch."""
 
 from __future__ import annotations
 

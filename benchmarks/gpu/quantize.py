@@ -1,4 +1,4 @@
-"""Sections quantize, rates, rates-by-size and rates-compiled of `gpu.py`: the kernels of quantized messages against
+"""Sections quantize, rates, rates-by-size and rates-compiled of `run.py`: the kernels of quantized messages against
 their specification on the device, and what they move in a second beside a copy, beside the same in several kernels, and
 beside `torch.compile`."""
 

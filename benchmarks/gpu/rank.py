@@ -1,4 +1,4 @@
-"""Ranks for `gpu.py`: each computes attention of its own tokens; the pieces are put together."""
+"""Ranks for `run.py`: each computes attention of its own tokens; the pieces are put together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of what `gpu.py` finds, each in a file as soon as it is known, tables of them, and clocks for CPU and GPU."""
+"""Rows of what `run.py` finds, each in a file as soon as it is known, tables of them, and clocks for CPU and GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections runtime and ranks of `gpu.py`: distributed attention and an emitted model on the device."""
+"""Sections runtime and ranks of `run.py`: distributed attention and an emitted model on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of `gpu.py`, each in a process of its own with a limit: one that hangs or dies loses its own rows only."""
+"""Sections of `run.py`, each in a process of its own with a limit: one that hangs or dies loses its own rows only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section serving of `gpu.py`: the operators of the vLLM plugin that begin and end sums, in a stream of their own,
+"""Section serving of `run.py`: the operators of the vLLM plugin that begin and end sums, in a stream of their own,
 captured, or compiled; beside sums that are waited for. Ranks are emulated: a sum takes a given time and is a multiple.
 """
 

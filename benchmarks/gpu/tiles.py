@@ -1,4 +1,4 @@
-"""Sections tiles and split of `gpu.py`: attention from tiles of a sequence, its errors and its time."""
+"""Sections tiles and split of `run.py`: attention from tiles of a sequence, its errors and its time."""
 
 from __future__ import annotations
 

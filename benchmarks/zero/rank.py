@@ -98,7 +98,7 @@ GATHERS = {"direct": Direct, "hierarchical": Hierarchical}
 
 def steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Per phase and system: seconds of each step, bytes that came into the node by its interface, those between nodes
-    by our own count, and M. Systems take turns. Before a phase, `zero.py` sets the link's rate."""
+    by our own count, and M. Systems take turns. Before a phase, `run.py` sets the link's rate."""
     built = {name: build(spec, system) for name, system in spec["systems"].items()}
     found: list[dict[str, Any]] = []
     for phase in range(spec["phases"]):

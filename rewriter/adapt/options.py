@@ -1,4 +1,4 @@
-"""AdaptOptions of a run of `rewrite adapt`, and the Trainer's settings that `--set` gives."""
+"""Options of a run of `rewrite adapt`, and the Trainer's settings that `--set` gives."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ class AdaptOptions:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_settings(self.settings)
         _one_of("--method", self.method, Method, optional=True)
         _one_of("--train", self.train, Train, optional=True)
         _one_of("--zero", self.zero, Zero, optional=True)
@@ -115,7 +116,7 @@ class AdaptOptions:
         return self.zero in ("3", "plus-plus", "node-local")
 
     def _trained_whole(self) -> tuple[tuple[str, Any, str], ...]:
-        """AdaptOptions that train all weights: the name, a true value where it is used, and why."""
+        """Options that train all weights: the name, a true value where it is used, and why."""
         return (
             ("--lora", self.lora, "adapters are on all linear layers"),
             ("--from-scratch", self.from_scratch, "random weights are all to be trained"),
@@ -125,7 +126,7 @@ class AdaptOptions:
         )
 
     def _conflicts(self) -> list[tuple[Any, str]]:
-        """AdaptOptions that exclude each other: a true value where both are given, and the error."""
+        """Options that exclude each other: a true value where both are given, and the error."""
         where, ep = f"--tp {self.tp}" if self.tp > 1 else f"--sp {self.sp}", f"with --ep {self.ep}"
         return [
             (self.cross_entropy and self.method == "sft",

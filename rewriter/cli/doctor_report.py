@@ -31,7 +31,7 @@ TRIED = {
     "triton": ("3.7",),
     "vllm": ("0.32",),
 }
-_NEEDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "pyyaml", "rich", "typer")
+_NEEDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "pyyaml", "rich", "typer", "jinja2")
 _OPTIONAL = {"triton": "kernels of quantized messages", "vllm": "serving on several ranks",
              "accelerate": "fine-tuning", "datasets": "data sets of the Hub"}  # fmt: skip
 _SHARED_MEMORY = 128 << 20  # bytes of /dev/shm: NCCL without NVLink, data loaders. Containers have 64 MiB by default

@@ -111,7 +111,7 @@ SearchSeed = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of 
 
 SourceModel = Annotated[
     Path | None,
-    typer.Option("--source", metavar="DIR", help="The model that A was made of. Without it: where it was, or nearby."),
+    typer.Option("--source", metavar="DIR", help="The output's original model. Without it: where it was, or nearby."),
 ]
 
 # --- of `generate` ---

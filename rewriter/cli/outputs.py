@@ -63,6 +63,9 @@ def _print_verification(run: Callable[[Any, RunContext], dict[str, Any]]) -> Non
         from rewriter import api
 
         verification = run(api, RunContext(progress))
+    if not verification:
+        typer.echo("written; nothing was compared")
+        return
     from rewriter.cli.rendering import print_verification
 
     print_verification(verification)

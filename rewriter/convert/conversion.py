@@ -64,6 +64,8 @@ def convert(
     compute what the recipe says; nothing is left then.
     """
     loaded = load_recipe(recipe, set)
+    if not isinstance(tp, int) and not tp:
+        raise RewriterError("tp: no number of ranks. Give one, or several, such as [2, 4]")
     tp, *others = [tp] if isinstance(tp, int) else dict.fromkeys(tp)
     passes = loaded.build()
     for degree in (tp, *others):
@@ -191,7 +193,7 @@ def _write_checked(
     beside: Mapping[str, Path],
     progress: ProgressCall,
 ) -> None:
-    """Check the real weights, and complete the manifest by what was `found`; it is written last."""
+    """Check the real weights, and complete the manifest by what was compared; it is written last."""
     drift: Drift | None = None
     real = None if options.verify == "none" else _real_weights(program, layout, options, progress, verification)
     if real is not None:

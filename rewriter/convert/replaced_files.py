@@ -24,15 +24,16 @@ def scratch_in(root: Path) -> Iterator[Path]:
     scratch = root / SCRATCH
     lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RewriterError(f"{root}: another run is adding a module there. Wait for it") from error
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    except BlockingIOError as error:
-        raise RewriterError(f"{root}: another run is adding a module there. Wait for it") from error
     finally:
         os.close(lock)
 

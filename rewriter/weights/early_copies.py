@@ -140,9 +140,13 @@ class EarlyCopies(HashedFiles):
         super().__init__()
         self.sources = checkpoint.files
         self._files: dict[Path, BinaryIO] = {}
-        for source in self.sources:
-            file = None if directory is None else self._files.setdefault(source, unnamed(directory))
-            self.copy(checkpoint, source, file)
+        try:
+            for source in self.sources:
+                file = None if directory is None else self._files.setdefault(source, unnamed(directory))
+                self.copy(checkpoint, source, file)
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """End all copying and free what was not taken."""

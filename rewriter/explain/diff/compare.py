@@ -90,6 +90,10 @@ def diff(
     are outputs or models. A model without recipe is shown on the ranks of the other side, under plain tensor
     parallelism. Raises RewriterError for bad input.
     """
+    if recipe is None and ((tp, sp) != (1, 1) or set):
+        raise RewriterError("--tp, --sp and --set are for --recipe: an output has its own")
+    if source is not None and (recipe is not None or second is not None):
+        raise RewriterError("--source is for one output: leave it out, or B and --recipe")
     with scratch_folder("diff") as scratch:
         context.progress("tracing")
         notes: list[str] = []

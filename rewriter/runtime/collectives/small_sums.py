@@ -1,10 +1,10 @@
 """All-reduces and gathers of small CPU tensors through a socket between any two ranks, faster than gloo's.
 
 Gloo has threads that pass a message on. Of a decode step's few kilobytes most of the time goes to waking them, and
-where a rank computes on all cores they wait for one (`benchmarks/small_sums.py`). Here a start hands the tensor to the
-kernel, once per peer, and a wait takes what all have sent and adds it in the order of ranks, so that all get the same
-bits. In between the kernel sends and receives by itself: what is under way needs no thread. Small tensors of many
-ranks go this way, and of two ranks all that the kernel's buffers hold: a ring sends as much in two rounds.
+where a rank computes on all cores they wait for one (`benchmarks/collectives/small_sums.py`). Here a start hands the
+tensor to the kernel, once per peer, and a wait takes what all have sent and adds it in the order of ranks, so that all
+get the same bits. In between the kernel sends and receives by itself: what is under way needs no thread. Small tensors
+of many ranks go this way, and of two ranks all that the kernel's buffers hold: a ring sends as much in two rounds.
 """
 
 from __future__ import annotations
