@@ -147,3 +147,11 @@ def test_another_model_is_no_source(copy: Path, tmp_path: Path, capsys: pytest.C
     zoo.save("qwen2", tmp_path / "other")
     assert main(["bisect", str(copy), "--source", str(tmp_path / "other")]) == 2
     assert "is not the one that was rewritten" in capsys.readouterr().err
+
+
+def test_a_changed_module_of_another_number_of_ranks_is_named(copy: Path) -> None:
+    api.reshard(copy, 4, verify="none")
+    text("runtime/tp4/module.py", "silu", "relu")(copy)
+    fault = api.bisect(copy).fault
+    assert fault is not None
+    assert fault.cause == "runtime/tp4/module.py is not as it was written"
