@@ -75,7 +75,7 @@ def require_finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Raise RewriterError for the first tensor in memory that is not finite, by its name, saying that it is `where`."""
     for name, tensor in tensors:
         if (place := first_broken(tensor)) is not None:
-            raise not_finite(where, name, place, tuple(tensor.shape), float(tensor.flatten()[place]))
+            raise not_finite(where, name, place, tuple(tensor.shape), float(tensor.detach().flatten()[place]))
 
 
 def checked_pieces(path: Path, header: SafetensorsHeader | None, broken: list[NotFinite]) -> Pieces:

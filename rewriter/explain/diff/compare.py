@@ -92,8 +92,6 @@ def diff(
     """
     if recipe is None and ((tp, sp) != (1, 1) or set):
         raise RewriterError("--tp, --sp and --set are for --recipe: an output has its own")
-    if source is not None and (recipe is not None or second is not None):
-        raise RewriterError("--source is for one output: leave it out, or B and --recipe")
     with scratch_folder("diff") as scratch:
         context.progress("tracing")
         notes: list[str] = []
