@@ -7,6 +7,7 @@ imports torch here before there is a piece of weights to look at.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import mmap
@@ -125,7 +126,12 @@ class _DirectWriter:
         with memoryview(buffer)[:nbytes] as data:
             done = 0
             while done < nbytes:
-                done += os.write(self.file, data[done:])
+                try:
+                    done += os.write(self.file, data[done:])
+                except OSError as error:  # what takes the flag and cannot write so, or what is left of a short write
+                    if error.errno != errno.EINVAL or not fcntl.fcntl(self.file, fcntl.F_GETFL) & os.O_DIRECT:
+                        raise
+                    fcntl.fcntl(self.file, fcntl.F_SETFL, self.flags)
 
 
 class EarlyCopies(HashedFiles):

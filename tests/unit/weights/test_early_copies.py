@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -133,3 +134,23 @@ def test_a_refused_conversion_leaves_nothing(source: Path, tmp_path: Path, monke
     assert isinstance(begun[0], EarlyCopies)
     assert not list(tmp_path.iterdir())
     assert open_files(tmp_path) == before
+
+
+def test_a_file_system_that_takes_the_flag_and_refuses_direct_writes(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, refused = os.write, []
+
+    def limited(file: int, data: Any) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(file)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", limited)
+    monkeypatch.setattr("rewriter.weights.early_copies.PIECE", 4096)
+    source = checkpoint.files[0]
+    with EarlyCopies(checkpoint, tmp_path) as early:
+        early.take(source, tmp_path / "a")
+    assert refused
+    assert (tmp_path / "a").read_bytes() == source.read_bytes()
