@@ -12,7 +12,7 @@ from the arranged blocks before it. What a block writes for later ones is not we
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 
 from rewriter.check.drift import DriftSums, other_weights, windows
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import ProgressCall, silent
 from rewriter.ir import Module, Program, walk_modules
 from rewriter.ir.simulate import RankValues, Simulator, load_weights
 from rewriter.passes.base import bound_ranks, single_device
@@ -76,7 +77,7 @@ def affinity(
     tokens: torch.Tensor,
     *,
     weights: Mapping[str, torch.Tensor] | None = None,
-    progress: Callable[..., None] = lambda *_: None,
+    progress: ProgressCall = silent,
 ) -> Affinity:
     """The dealing of units to ranks for `rewritten`, what `measurable` makes of `program` (as traced).
 
@@ -195,7 +196,7 @@ class Arranging(Simulator):
         weights: MutableMapping[str, torch.Tensor],
         original: Recording,
         exits: Mapping[str, Exit],
-        progress: Callable[..., None],
+        progress: ProgressCall,
     ) -> None:
         super().__init__(program, weights)
         self.arranged, self.original, self.exits, self.progress = weights, original, exits, progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from rewriter.check.random_model import random_ids
 from rewriter.check.reference_modes import reference_of
 from rewriter.check.shrunken_check import MOST_RANKS, compare_emitted, on_ranks, test_lengths
 from rewriter.common.errors import VerificationError
+from rewriter.common.run_context import ProgressCall, silent
 from rewriter.emit.files.output_files import PlannedFiles
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
@@ -54,7 +55,7 @@ class RealWeights:
     so; what they are compared with is of the weights as they were.
     """
 
-    def __init__(self, program: Program, layout: PlannedFiles, progress: Callable[..., None]) -> None:
+    def __init__(self, program: Program, layout: PlannedFiles, progress: ProgressCall) -> None:
         self.program, self.single = program, single_device(program)
         self.layout, self.progress = layout, progress
         progress("reading the weights")
@@ -179,7 +180,7 @@ def compare_ranks(
     verification: Verification,
     target: torch.dtype | None = None,
     dequantized: torch.dtype | None = None,
-    progress: Callable[..., None] = lambda *_: None,
+    progress: ProgressCall = silent,
 ) -> None:
     """Compare the sharded module in `directory` with the source model, or with the rewrite's reference made of it.
 

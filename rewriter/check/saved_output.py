@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import check_sha256, read_json
-from rewriter.common.run_context import RunContext
+from rewriter.common.run_context import ProgressCall, RunContext, silent
 from rewriter.output.manifest import Manifest, read_manifest
 from rewriter.output.names import ranks_of
 from rewriter.weights import references
@@ -35,7 +35,7 @@ def verify(directory: str | os.PathLike[str], context: RunContext = RunContext()
     }
 
 
-def golden_figures(root: Path, manifest: Manifest, progress: Callable[..., None]) -> dict[str, Any]:
+def golden_figures(root: Path, manifest: Manifest, progress: ProgressCall) -> dict[str, Any]:
     """The golden logits computed again, where there are some and memory allows: names and figures of what held, and in
     words what was not run. Raises VerificationError for the first that differs."""
     table: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def golden_figures(root: Path, manifest: Manifest, progress: Callable[..., None]
 
 
 def check_files(
-    root: Path, manifest: Manifest, names: Iterable[str] | None = None, progress: Callable[..., None] = lambda *_: None
+    root: Path, manifest: Manifest, names: Iterable[str] | None = None, progress: ProgressCall = silent
 ) -> None:
     """Compare the sha256 of files (default: all) with the manifest. Raises VerificationError where one differs."""
     chosen = list(manifest.files if names is None else names)

@@ -8,13 +8,14 @@ one device, and the output layer L/2 times more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from rewriter.check.drift import windows
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import ProgressCall, silent
 from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.ir.residual import by_layer, residual_blocks, stream_values
 from rewriter.ir.simulate import Simulator, load_weights
@@ -32,7 +33,7 @@ def sensitivity(
     ranks: int,
     *,
     weights: Mapping[str, torch.Tensor] | None = None,
-    progress: Callable[..., None] = lambda *_: None,
+    progress: ProgressCall = silent,
 ) -> tuple[float | None, ...]:
     """Per layer, the mean KL(original ‖ that layer's attention reduction dropped) in nats per token, on `ranks` ranks.
 

@@ -20,6 +20,7 @@ from rewriter.check.random_model import amplification, random_ids, random_model
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.common.errors import VerificationError
 from rewriter.common.files import scratch_folder
+from rewriter.common.run_context import ProgressCall, silent
 from rewriter.common.shrink_sizes import rope_types
 from rewriter.common.text_settings import context_length
 from rewriter.ir import Program
@@ -53,7 +54,7 @@ def check_shrunken(
     plan: SequencePlan | None = None,
     write: Write | None = None,
     trust_remote_code: bool = False,
-    progress: Callable[..., None] = lambda *_: None,
+    progress: ProgressCall = silent,
 ) -> Verification:
     """Convert a shrunken copy of the model of `config` by `passes` for `ranks` tensor-parallel ranks and compare all.
 
@@ -117,7 +118,7 @@ def compare_emitted(
     limit: float = EXACT,
     within: float = QUANTIZED,
     prefix: str = "",
-    progress: Callable[..., None] = lambda *_: None,
+    progress: ProgressCall = silent,
 ) -> None:
     """Compare what a written directory computes, in other processes, with `expected`; adds to `result` or raises.
 
@@ -170,7 +171,7 @@ def telling_copy(
     mesh: Mapping[str, int],
     directory: Path,
     trust_remote_code: bool,
-    progress: Callable[..., None],
+    progress: ProgressCall,
 ) -> tuple[PreTrainedModel, Program, Program]:
     """(a random model, saved in `directory`, whose reference differs visibly from it; its trace; that rewritten)."""
     difference = 0.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import ProgressCall, silent
 
 if TYPE_CHECKING:
     from rewriter.ir import Program
@@ -21,7 +21,7 @@ def calibrate(
     program: Program,
     ranks: int,
     text: str | None = None,
-    progress: Callable[..., None] = lambda *_: None,
+    progress: ProgressCall = silent,
 ) -> Recipe:
     """`recipe` with the measurements that its passes request; the same recipe where none is missing.
 
@@ -50,7 +50,7 @@ def calibrate(
 
 
 def _sensitivity(
-    program: Program, recipe: Recipe, ranks: int, text: str | None, progress: Callable[..., None]
+    program: Program, recipe: Recipe, ranks: int, text: str | None, progress: ProgressCall
 ) -> tuple[Any, str]:
     """Cost of dropping each layer's attention reduction, alone."""
     from rewriter.check.drift import calibration_tokens, too_large
@@ -64,7 +64,7 @@ def _sensitivity(
 
 
 def _affinity(
-    program: Program, recipe: Recipe, ranks: int, text: str | None, progress: Callable[..., None]
+    program: Program, recipe: Recipe, ranks: int, text: str | None, progress: ProgressCall
 ) -> tuple[Any, str]:
     """By block, which rank each head and channel should go to, under `recipe`."""
     from rewriter.check.affinity import affinity, measurable

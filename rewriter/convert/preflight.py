@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from rewriter.check import drift
@@ -11,6 +10,7 @@ from rewriter.check.asked_passes import asked_passes
 from rewriter.check.comparison import Verification
 from rewriter.check.shrunken_check import MOST_RANKS, check_shrunken
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import ProgressCall
 from rewriter.convert.output_manifest import manifest_of
 from rewriter.convert.save_options import SaveOptions
 from rewriter.emit.files import output_files
@@ -84,7 +84,7 @@ def check_free(out: Path, source: str | os.PathLike[str] | None = None) -> None:
         raise RewriterError(reason)
 
 
-def check_shrunken_copy(program: Program, progress: Callable[..., None]) -> Verification:
+def check_shrunken_copy(program: Program, progress: ProgressCall) -> Verification:
     """Compare `program` and its files with their reference on a small copy. Raises VerificationError."""
     from rewriter.tracing.meta_model import load_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rewriter.check.saved_output import config_of, golden_figures
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.garbage import collector_paused
-from rewriter.common.run_context import RunContext
+from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.convert.conversion import CARD
 from rewriter.convert.output_manifest import verified
 from rewriter.convert.preflight import check_shrunken_copy
@@ -196,7 +196,7 @@ def _compare(
     manifest: Manifest,
     before: Mapping[str, str],
     verification: Verification,
-    progress: Callable[..., None],
+    progress: ProgressCall,
 ) -> dict[str, Any]:
     """Compare the new code with the golden logits, else its ranks with their reference."""
     try:

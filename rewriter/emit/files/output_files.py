@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.run_context import ProgressCall, silent
 from rewriter.common.tokenizer_code import code_files, vocabulary_files
 from rewriter.emit.files.kept_tensors import KeptTensors, kept_tensors
 from rewriter.emit.files.output_directory import OutputDirectory, sha256_of
@@ -189,7 +190,7 @@ def write(
     layout: PlannedFiles,
     output: OutputDirectory,
     link: bool = False,
-    progress: Callable[..., None] = lambda *_: None,
+    progress: ProgressCall = silent,
     early: EarlyCopies | None = None,
 ) -> dict[str, str]:
     """Write everything but manifest and card; returns the sha256 of the source's weight files by name.

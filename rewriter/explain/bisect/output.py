@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rewriter.check.shrunken_check import MOST_RANKS
 from rewriter.check.subprocess_logits import huggingface_logits, rank_logits
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of, scratch_folder
-from rewriter.common.run_context import RunContext
+from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.convert.reopened import Reopened, find_source, reopen
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.explain.bisect.finding import Bisection, Fault, Step
@@ -90,7 +90,7 @@ class _BisectedOutput:
     compared: bool
     changed: list[str]
     report: Bisection
-    progress: Callable[..., None]
+    progress: ProgressCall
 
     def add(self, name: str, fault: Fault | None, error: float | None = None, note: str = "") -> None:
         self.report.steps.append(Step(name, fault is None, error, note))

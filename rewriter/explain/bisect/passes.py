@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from rewriter.check.reference_modes import reference_of
 from rewriter.check.shrunken_check import apply_passes, on_ranks, telling_copy, test_lengths
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of, scratch_folder
-from rewriter.common.run_context import RunContext
+from rewriter.common.run_context import ProgressCall, RunContext, silent
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.explain.bisect.finding import Bisection, Fault, Step
 from rewriter.explain.bisect.locate import Stage, locate
@@ -101,7 +101,7 @@ def real_material(traced: Program) -> Material:
 
 def material_of(
     weights: Weights, traced: Program, passes: Sequence[Pass], mesh: Mapping[str, int], scratch: Path,
-    progress: Callable[..., None],
+    progress: ProgressCall,
 ) -> tuple[Material, Sequence[Pass]]:  # fmt: skip
     """The real weights of a traced model, or a shrunken copy of it in `scratch`, with the passes for it."""
     if weights == "real":
@@ -125,7 +125,7 @@ def bisect_passes(
     passes: Sequence[Pass],
     mesh: Mapping[str, int],
     report: Bisection,
-    progress: Callable[..., None] = lambda *_: None,
+    progress: ProgressCall = silent,
 ) -> None:
     """Apply `passes` one by one on `mesh` and compare the program after each with its independent reference.
 

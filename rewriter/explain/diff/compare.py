@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of, scratch_folder
-from rewriter.common.run_context import RunContext
+from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
 from rewriter.emit.files.output_files import runtime_module
@@ -172,7 +172,7 @@ def lines_of(text: str) -> list[str]:
         return text.splitlines()
 
 
-def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: Callable[..., None]) -> DiffReport:
+def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> DiffReport:
     names = before.name, after.name if after.name != before.name else f"{after.name} (second)"
     on_mesh = f"{names[0]}, {before.mesh}", f"{names[1]}, {after.mesh}"
     code = [code_difference("runtime module", on_mesh, before.module, after.module)]

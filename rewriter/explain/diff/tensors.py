@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 
+from rewriter.common.run_context import ProgressCall, silent
 from rewriter.explain.diff.differences import TensorDifference, TensorDifferences
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Tensor
@@ -14,9 +14,7 @@ from rewriter.weights.expressions import Tensor
 _CHUNK = 1 << 24  # elements
 
 
-def tensors_between(
-    before: Checkpoint, after: Checkpoint, progress: Callable[..., None] = lambda *_: None
-) -> TensorDifferences:
+def tensors_between(before: Checkpoint, after: Checkpoint, progress: ProgressCall = silent) -> TensorDifferences:
     """Differences of all tensors. Raises RewriterError where a file cannot be read."""
     ours, theirs = before.tensors, after.tensors
     same = same_bytes = 0
