@@ -1,6 +1,6 @@
-"""What benchmarks/emulation/steps.py runs: models, and how one step of each is timed. The programs know no emulation.
+"""Workloads of benchmarks/emulation/steps.py: models, and how a step of each is timed. The programs know no emulation.
 
-    python emulation_workloads.py SPEC.json
+    python benchmarks/emulation/workloads.py SPEC.json
 
 joins the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, over gloo as it believes, and times every
 workload that SPEC names when it is this job's turn. Inference: modules emitted for two ranks, as they lie in SPEC's

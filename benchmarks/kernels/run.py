@@ -1,4 +1,4 @@
-"""How fast the kernels are: `python -m benchmarks.kernels.run`.
+"""Rates of the kernels: `python -m benchmarks.kernels.run`.
 
 On a GPU: bytes per second of every kernel as a part of what a copy on the device moves in the same run, fused kernels
 beside the same in several, and beside `torch.compile` of the specification. Without one: what the kernels compile to

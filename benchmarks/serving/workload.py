@@ -1,4 +1,4 @@
-"""What both engines of benchmarks/serving/run.py decode, and how they are asked: see `Contestant` there."""
+"""Prompts that both engines of benchmarks/serving/run.py decode, and their protocol: see `Contestant` there."""
 
 from __future__ import annotations
 

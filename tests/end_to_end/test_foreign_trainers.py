@@ -17,7 +17,7 @@ import torch
 import zoo
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from repository import ROOT
+from repository import ROOT, TINY_LLAMA
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -49,7 +49,7 @@ def source() -> Path:
     model = AutoModelForCausalLM.from_config(config)
     zoo.randomize(model, 0)
     model.save_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny-llama")
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     tokenizer.chat_template, tokenizer.split_special_tokens = CHATML, False
     tokenizer.save_pretrained(path)
     return path
@@ -221,7 +221,7 @@ def test_lm_eval_scores_it_on_a_local_task(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     (scores,) = tmp_path.glob("scores*.json")
     found = json.loads(scores.read_text())["results"]["tiny_heldout"]["bits_per_byte,none"]
-    text = (ROOT / "examples" / "tiny-llama" / "heldout.txt").read_text()
+    text = (TINY_LLAMA / "heldout.txt").read_text()
     paragraphs = [part for part in text.split("\n\n") if part][:3]
     assert max(map(len, paragraphs)) < 512  # the context: each is scored in one piece
     assert found == pytest.approx(bits_per_byte(emitted.load(checkpoint(kind)), paragraphs), rel=1e-4)

@@ -17,7 +17,7 @@ import pytest
 import zoo
 from fake_api import installed
 from job_processes import RANK, descendants, is_gone, until
-from repository import ROOT
+from repository import ROOT, TINY_LLAMA
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
@@ -229,7 +229,7 @@ def test_a_job_has_a_limit_of_time() -> None:
 @pytest.mark.slow
 def test_nothing_is_left_of_commands_that_succeed(tmp_path: Path) -> None:
     """But for the cache of torch's compiler, which is of the user, not of the run."""
-    model, scratch = str(ROOT / "examples/tiny-llama"), tmp_path / "scratch"
+    model, scratch = str(TINY_LLAMA), tmp_path / "scratch"
     scratch.mkdir()
     for words in (
         [model, "--recipe", "ladder-upper-half", "--tp", "2", "--out", "out"],

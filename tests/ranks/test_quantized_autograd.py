@@ -108,7 +108,7 @@ def early(group):
 
 
 def timeouts(group):
-    """Whether the groups made for zero_plus_plus wait as long as the group they stand for."""
+    """True if a group and those made for zero_plus_plus have the timeout of the group they stand for."""
     given = dist.new_group(list(range(4)), timeout=timedelta(seconds=47))
     dist.new_group([0])  # ranks belong to different numbers of groups
     groups = (given, *node_groups(given, 2, "cpu").get_all_groups())

@@ -15,7 +15,7 @@ import zoo
 from attention_cases import attention2d as grid
 from attention_cases import attention_on, ring
 from ranks import refusal, run_ranks
-from repository import TESTS
+from repository import ROOT, TESTS
 from sequence_training_ranks import batch, pair_model
 from torch.utils.checkpoint import checkpoint
 
@@ -348,7 +348,7 @@ def test_dropout_of_attention_is_known_to_the_runtime_module():
 @pytest.mark.parametrize(("part", "least"), [("Attention over sharded tokens", 40), ("Quantized collectives", 20)])
 def test_the_page_names_tests_that_exist(part, least):
     """Each row of the table names one at least, an id in brackets only where that file or support has it written."""
-    page = (TESTS.parent / "docs/concepts/silent-failures.md").read_text()
+    page = (ROOT / "docs/concepts/silent-failures.md").read_text()
     table = page.partition(f"\n## {part}\n")[2].partition("\n## ")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
     rows = [line.strip("| ").split(" | ") for line in lines[1:]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from action_runner import Runner, StepFailed, installed
-from repository import ROOT
+from repository import ROOT, TINY_LLAMA
 from transformers import AutoModelForCausalLM
 
 import rewriter as rw
@@ -19,7 +19,7 @@ import rewriter as rw
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
 STEPS: list[dict[str, Any]] = ACTION["runs"]["steps"]
 INSTALL = "Install rewriter"
-MODEL = str(ROOT / "examples/tiny-llama")
+MODEL = str(TINY_LLAMA)
 RECIPE = "ladder-upper-half"
 
 # Stands where the installed `rewrite` would: writes down its arguments, a checkpoint and a report.

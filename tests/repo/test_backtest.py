@@ -16,7 +16,6 @@ from repository import ROOT
 
 from rewriter.fabric import fabrics, load_fabric
 
-BENCHMARKS = ROOT / "benchmarks"
 THREE = ("gpt-fast-llama-3.1-8b-tp2", "triton-distributed-h800-qwen3-8b-nccl", "trtllm-h100-llama-3.1-8b-tp2-batch-8")
 
 

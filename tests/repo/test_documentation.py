@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repository import ROOT
+from repository import ROOT, TINY_LLAMA
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rewriter.cli.app import COMMANDS
@@ -47,7 +47,7 @@ def small_model(directory: Path) -> None:
         num_key_value_heads=3, max_position_embeddings=512, dtype="bfloat16",
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     tokenizer.save_pretrained(directory)
 
@@ -69,7 +69,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(ROOT / "examples/tiny-llama", tmp_path / "path/to/model")
+    shutil.copytree(TINY_LLAMA, tmp_path / "path/to/model")
     monkeypatch.chdir(tmp_path)
     names = {"input_ids": torch.arange(32)[None]}
     [block] = python_blocks(README)
@@ -82,7 +82,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_the_script_for_torchrun_writes_what_the_command_does(tmp_path: Path) -> None:
     """The page's, on two ranks in place of eight."""
-    model, rewrite = str(ROOT / "examples/tiny-llama"), [sys.executable, "-m", "rewriter.cli"]
+    model, rewrite = str(TINY_LLAMA), [sys.executable, "-m", "rewriter.cli"]
     [script] = python_blocks((ROOT / "docs/howto/run-on-ranks.md").read_text(encoding="utf-8"))
     (tmp_path / "run.py").write_text(script, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "run.py"]

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from repository import BENCHMARKS
+from repository import BENCHMARKS, ROOT
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    settings = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu.run", *arguments]
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=900)
 
@@ -127,7 +127,7 @@ def test_the_page_of_figures_has_the_rows_that_were_kept(tiles: Any) -> None:
     from benchmarks.gpu import run as gpu
     from benchmarks.gpu.sections import read
 
-    page = (BENCHMARKS.parent / "docs" / "figures" / "gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "figures" / "gpu.md").read_text(encoding="utf-8")
     assert page.endswith(gpu.page(read(BENCHMARKS / "gpu" / "h100.json"), gpu.FIRST))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from repository import BENCHMARKS
+from repository import ROOT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg
 
@@ -83,7 +83,7 @@ def scale() -> Any:
 def script(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (directory / "script.py").write_text(SCRIPT)
     (directory / "seeded.py").write_text(SEEDED)
-    settings = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "script.py", "--cpu", *arguments]
     return subprocess.run(command, env=settings, cwd=directory, capture_output=True, text=True, timeout=280)
 
@@ -155,7 +155,7 @@ for name in ("pydantic", "rich", "typer"):
     assert name not in sys.modules
 print("all")
 """
-    settings = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
     ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=280)
     assert ran.stdout == "all\n", ran.stderr

@@ -10,13 +10,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from repository import ROOT
+from repository import TINY_LLAMA
 
 from rewriter.adapt.options import AdaptOptions
 from rewriter.api import adapt, convert
 from rewriter.convert.save_options import SaveOptions
-
-TINY = ROOT / "examples" / "tiny-llama"
 
 
 @pytest.fixture
@@ -86,7 +84,7 @@ def test_the_chart_has_a_line_for_each_run(page: ModuleType) -> None:
 def test_the_shipped_model_heals_by_as_much_as_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A regression: 65,536 tokens without a setting close 60 % of the gap in loss."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    convert(TINY, "ladder-upper-half", out=tmp_path / "rewritten", options=SaveOptions(verify="none"))
+    convert(TINY_LLAMA, "ladder-upper-half", out=tmp_path / "rewritten", options=SaveOptions(verify="none"))
     report = adapt(
         tmp_path / "rewritten",
         out=tmp_path / "healed",

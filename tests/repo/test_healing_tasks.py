@@ -11,9 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from repository import ROOT
-
-TINY = ROOT / "examples" / "tiny-llama"
+from repository import TINY_LLAMA
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,7 @@ def test_what_is_written_is_compared_in_words(tasks: ModuleType, text: str, answ
 
 
 def test_likelihoods_are_sums_over_the_tokens_of_the_continuation(tasks: ModuleType) -> None:
-    scorer = tasks.Scorer(TINY)
+    scorer = tasks.Scorer(TINY_LLAMA)
     pairs = [("def f(", "x):\n"), ("def f(", "self, other, more):\n    return")]
     found = scorer.likelihoods(pairs)
     for likelihood, (context, continuation) in zip(found, pairs, strict=True):
@@ -68,7 +66,7 @@ def test_a_wheel_is_read_and_scored(tasks: ModuleType, tmp_path: Path) -> None:
     assert len(questions) == 2 * len(tasks.WRITTEN | tasks.CHOSEN)
     out.write_text("".join(json.dumps(vars(q)) + "\n" for q in questions), encoding="utf-8")
     assert [q.answers for q in tasks.read(out)] == [q.answers for q in questions]
-    scorer = tasks.Scorer(TINY)
+    scorer = tasks.Scorer(TINY_LLAMA)
     chosen = [q for q in questions if q.kind == "chosen"]
     assert all(all(right) for right in scorer.score(chosen).values())
     assert not any(

@@ -136,5 +136,5 @@ def test_a_seeded_circle_is_found():
 
 
 def test_the_drawing_of_floors_is_that_of_the_rooms():
-    """Where this fails: `PYTHONPATH=.:tests/support python tools/docs/architecture_page.py`."""
+    """A failure is mended by `PYTHONPATH=.:tests/support python tools/docs/architecture_page.py`."""
     assert PAGE.read_text(encoding="utf-8") == rendered()

@@ -7,13 +7,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from repository import ROOT
+from repository import TINY_LLAMA
 
 from rewriter.api import convert
 from rewriter.predict.search.run import Asked
 from rewriter.predict.workload import Cluster, Workload
 
-TINY = ROOT / "examples" / "tiny-llama"
 TP, BUDGET = 4, 0.03
 
 
@@ -28,7 +27,7 @@ def test_a_search_beats_what_ships_and_two_hundred_random_mixes(
     benchmark: ModuleType, tmp_path: Path, sp: int | None
 ) -> None:
     asked = Asked(Workload(tp=TP, sp=sp), Cluster("pcie-gen4"), BUDGET)
-    found, others, said = benchmark.compared(str(TINY), asked, 200, tmp_path / "state")
+    found, others, said = benchmark.compared(str(TINY_LLAMA), asked, 200, tmp_path / "state")
     assert said == []
     assert len(others) > 10 + 20  # what ships, and the random mixes that are as fast as the chosen one
     assert found.agreement > 0.8
@@ -38,5 +37,5 @@ def test_a_search_beats_what_ships_and_two_hundred_random_mixes(
 
     recipe = tmp_path / "found.yaml"
     recipe.write_text(found.recipe)
-    report = convert(TINY, recipe, out=tmp_path / "out", tp=found.ranks["tp"], sp=found.ranks["sp"])
+    report = convert(TINY_LLAMA, recipe, out=tmp_path / "out", tp=found.ranks["tp"], sp=found.ranks["sp"])
     assert report.verification

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repository import ROOT
+from repository import TINY_LLAMA
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +23,7 @@ import rewriter as rw
 from rewriter import api
 from rewriter.ir import Program
 
-MODEL = ROOT / "examples/tiny-llama"
+MODEL = TINY_LLAMA
 RECIPE = "ladder-upper-half"
 IDS = torch.arange(3, 40)[None] * 7 % 250
 PYTHON = [sys.executable, "-W", "ignore"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rewriter
+from rewriter.cli import main
 
 
 def installed(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -30,3 +31,14 @@ def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
         elif isinstance(name, str) and name != "context":
             named[name] = value
     return tuple(x for x in args if not is_dataclass(x)), named
+
+
+def assert_refused(api: Any, capsys: pytest.CaptureFixture[str], words: str, parts: list[str]) -> None:
+    """A command line ends in one message that has `parts`, with exit code 2, before the API is asked for anything."""
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    for part in parts:
+        assert part in err
+    assert api.calls == []

@@ -1,4 +1,4 @@
-"""What tests/support/runtime_qwen.py must compute: whole weights, one device, fp64, plain tensors. Imports nothing of
+"""The reference of tests/support/runtime_qwen.py: whole weights, one device, fp64, plain tensors. Imports nothing of
 rewriter."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from repository import ROOT, TESTS
 
 
 def interpreted(script: str, *arguments: str, timeout: float = 600.0) -> Any:
-    """What tests/support/`script` prints as JSON where Triton interprets kernels."""
+    """The JSON that tests/support/`script` prints where Triton interprets kernels."""
     settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(TESTS / "support" / script), *arguments]
     ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=timeout, check=False)
