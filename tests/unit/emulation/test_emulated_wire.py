@@ -332,6 +332,10 @@ def test_an_environment_that_goes_away_fails_what_is_under_way_and_what_follows(
         made = WireEngine(address)
         work = made.submit(operation("all_reduce", 1 << 20, range(2)))
         future = made.submit(operation("all_reduce", 1 << 20, range(2), 1)).get_future()
+        begun = time.monotonic()
+        while not made.connections and time.monotonic() - begun < 60:  # its thread connects
+            time.sleep(0.001)
+        assert made.connections
     with pytest.raises(CollectiveAborted, match=r"operation 0: all_reduce .* closed the connection"):
         work.wait()
     with pytest.raises(RuntimeError, match="closed the connection"):
