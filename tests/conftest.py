@@ -34,6 +34,7 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the project's markers, so that a misspelt one is an error under `--strict-markers`."""
     config.addinivalue_line("markers", "slow: takes more than about ten seconds (real processes, long generations)")
+    config.addinivalue_line("markers", "fast(*ids): the cells of a parametrized test that are not slow")
     config.addinivalue_line("markers", "smoke: slow, and run with every set of versions all the same (make matrix)")
     config.addinivalue_line("markers", "tracer: tests the tracer, which traces every model anew")
     if config.pluginmanager.hasplugin("hypothesispytest"):  # the environment of vLLM has none
@@ -51,17 +52,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m 'not slow'` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cells of a matrix over model families that only repeat what others test.
+    """Mark as slow the cells that `fast` leaves out, and those of a matrix over model families that only repeat what
+    others test.
 
     A matrix over the whole zoo runs `zoo.KINDS`, which have one family of each kind. Where families are crossed with
     other parameters, the first family takes all of their values, and each further one takes one in turn.
     """
     zoo: Any = sys.modules.get("zoo")  # tests that import it have families
     matrices: dict[str, list[pytest.Function]] = {}
-    for item in items if zoo is not None else ():
+    for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            fast = item.get_closest_marker("fast")
+            if fast is not None and item.callspec.id not in fast.args:
+                item.add_marker(pytest.mark.slow)
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cells in matrices.values():
+    for cells in matrices.values() if zoo is not None else ():
         for cell in _repetitions(cells, set(zoo.FAMILIES), zoo.KINDS):
             cell.add_marker(pytest.mark.slow)
 

@@ -156,6 +156,7 @@ def test_a_quantization_of_weights_that_are_not_quantized(
 
 
 @pytest.mark.parametrize("said", [{}, None])
+@pytest.mark.fast("None")
 def test_an_empty_quantization_is_left_out(model: Path, said: Any) -> None:
     spoil(model, quantization_config=said)
     rw.save(rw.rewrite(rw.trace(model), "ladder"), "out", options=rw.SaveOptions(verify="none"))

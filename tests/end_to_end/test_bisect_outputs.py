@@ -97,6 +97,7 @@ FAULTS: list[tuple[Any, str, int | None, str, str, str]] = [
 @pytest.mark.parametrize(
     ("fault", "stage", "layer", "module", "statement", "cause"), FAULTS, ids=range(len(FAULTS))
 )  # fmt: skip
+@pytest.mark.fast("0", "1", "2", "3", "4", "5")
 def test_a_file_that_is_wrong_is_found(
     copy: Path, source: Path, fault: Any, stage: str, layer: int | None, module: str, statement: str, cause: str
 ) -> None:
@@ -136,6 +137,7 @@ def test_nothing_is_found_in_an_output_that_is_right(written: Path, capsys: pyte
     assert all(s["held"] for s in data["steps"])
 
 
+@pytest.mark.slow
 def test_rounding_that_was_asked_for_is_no_fault(source: Path, tmp_path: Path) -> None:
     api.convert(source, "ladder", out=tmp_path / "out", tp=2, options=api.SaveOptions(verify="none", dtype="bf16"))
     found = api.bisect(tmp_path / "out", source=source)
@@ -149,6 +151,7 @@ def test_another_model_is_no_source(copy: Path, tmp_path: Path, capsys: pytest.C
     assert "is not the one that was rewritten" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_changed_module_of_another_number_of_ranks_is_named(copy: Path) -> None:
     api.reshard(copy, 4, verify="none")
     text("runtime/tp4/module.py", "silu", "relu")(copy)

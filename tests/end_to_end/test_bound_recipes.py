@@ -110,6 +110,7 @@ def test_an_optional_bound_pass_is_left_out_on_one_rank(source: Path) -> None:
     assert applied == ["permute", "tensor_parallel", "merge_reductions", "fuse_projections", "overlap"]
 
 
+@pytest.mark.slow
 def test_a_fault_exits_with_3_and_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

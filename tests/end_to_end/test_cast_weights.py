@@ -82,6 +82,7 @@ def test_what_stays_in_fp32_is_what_transformers_loads_so(kind: str, dtype: torc
         pytest.param("hunyuan_v1_moe", "bf16", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.fast("gpt_oss-fp16")
 def test_weights_are_cast_as_transformers_casts_them(
     programs: Callable[[str], Program], kind: str, dtype: str, tmp_path: Path
 ) -> None:

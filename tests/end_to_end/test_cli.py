@@ -414,6 +414,7 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert run_code(program).stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_public_functions_are_functions() -> None:
     # `rewriter.tracing` is also a room of the package, and importing it must not hide the function.
     program = "import rewriter.tracing, rewriter as rw; print(rw.trace, rw.rewrite, rw.simulate, rw.load)"

@@ -51,6 +51,7 @@ def taken(root: Path) -> dict[str, Any]:
     return {name: tensor for file in sorted(found & named) for name, tensor in load_file(root / file).items()}
 
 
+@pytest.mark.slow
 def test_what_an_engine_takes_for_weights_is_the_models(source: Path, out: Path) -> None:
     index = json.loads((out / INDEX).read_text())
     files = [path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()]

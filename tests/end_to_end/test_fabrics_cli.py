@@ -185,6 +185,7 @@ def calibrated_here(group: object) -> tuple[str, list[tuple[str, CurvePoint]]]:
     return calibrated(Path("here.yaml"), 2048, 3)[0], [(m.kind, m.point) for m in large]
 
 
+@pytest.mark.slow
 def test_calibration_measures_every_collective(tmp_path: Path) -> None:
     """On two real ranks: all ranks agree, durations are real, and the file is a fabric that answers with them."""
     (text, found), (_, other) = run_ranks(calibrated_here, 2)

@@ -161,6 +161,7 @@ FAST = {("ladder", "messages", True), ("desync", "text", False)}
         for case in [(k, f, p) for k in KINDS for f in ("messages", "text") for p in (True, False)]
     ],
 )
+@pytest.mark.fast("desync-text-False")
 def test_trls_sft_trainer(kind: str, form: str, packing: bool, tmp_path: Path) -> None:
     trainer = sft(kind, form, tmp_path, packing)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -175,6 +176,7 @@ def test_trls_sft_trainer(kind: str, form: str, packing: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.fast("ladder")
 def test_pefts_lora_in_trls_sft_trainer(kind: str, tmp_path: Path) -> None:
     """Of desync, on projections that read per-rank residuals too."""
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -37,6 +37,7 @@ def cases(fast: str, selections: Sequence[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "selection"), cases("scattered", emitted.SELECTIONS))
+@pytest.mark.fast("llama-scattered", "llama-all0")
 def test_logits_equal_the_oracle(family: str, selection: str) -> None:
     model, layers = zoo.shared(family), emitted.layers(family, selection)
     ids = zoo.batch(rows=2, length=37, vocab=vocabulary(family))
@@ -64,6 +65,7 @@ def test_sdpa_of_a_soft_capped_model_is_what_the_source_makes_of_it() -> None:
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.fast("llama", "gpt2", "gemma3_text")
 def test_generate_with_cache_and_left_padding(family: str) -> None:
     check_generation(family, "upper-half", 16)
 

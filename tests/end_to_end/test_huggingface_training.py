@@ -43,6 +43,7 @@ STEPS = ("llama", "gpt2", "gpt_neox", "gemma2", "mixtral")  # the logits of all 
 @pytest.mark.parametrize(
     "family", [*STEPS, *(pytest.param(f, marks=pytest.mark.slow) for f in zoo.FAMILIES if f not in STEPS)]
 )
+@pytest.mark.fast("llama", "gpt_neox")
 def test_loss_and_gradients_equal_the_oracle(family: str) -> None:
     ids, original = zoo.batch(), zoo.build(family)
     standard = step(original, ids)
@@ -69,6 +70,7 @@ def test_gradient_checkpointing_changes_nothing(family: str, reentrant: bool) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.fast("gpt2", "llama")
 def test_lora(family: str) -> None:
     ids, base = zoo.batch(), emitted.load(emitted.emitted(family, "upper-half"))
     with torch.no_grad():
@@ -133,6 +135,7 @@ def names_on_disk(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.fast("llama", "gpt2", "gpt_neox", "qwen3_moe", "gemma2")
 def test_nothing_is_missing_or_left_over_when_loading(family: str) -> None:
     """Mixtral's experts lie one by one on disk: without the source's conversion they would be random."""
     model, info = emitted.AutoModelForCausalLM.from_pretrained(
@@ -148,6 +151,7 @@ COMPILED = ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param(
 
 
 @pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.slow
 def test_compiles_as_one_graph(family: str) -> None:
     """Forward and backward without a graph break. The loss is taken outside: GPT-2 logs in its own."""
     torch.compiler.reset()

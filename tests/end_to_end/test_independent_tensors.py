@@ -72,6 +72,7 @@ def test_a_program_of_any_type_computes_with_what_transformers_reads(model_type:
 @pytest.mark.parametrize(
     ("model_type", "spelling"), [("gpt2", "as saved"), ("mixtral", "as run"), ("cohere_compass_text", "as saved")]
 )
+@pytest.mark.fast("mixtral-as run")
 def test_ranks_and_adapted_checkpoint_agree_with_the_source(model_type: str, spelling: str, tmp_path: Path) -> None:
     found = differences(Types(model_type, tmp_path), spelling)
     assert max(found.values()) <= LIMIT, found
@@ -109,6 +110,7 @@ def cast_alike(types: Types, dtype: torch.dtype) -> int:
     ("model_type", "dtype"),
     [("deepseek_v3", torch.bfloat16), pytest.param("gpt_oss", torch.float16, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_ranks_keep_in_fp32_what_transformers_keeps(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert cast_alike(Types(model_type, tmp_path), dtype) > 0
 

@@ -116,6 +116,7 @@ def test_what_chooses_other_tokens_is_told(tmp_path: Path) -> None:
     assert not_applied(tmp_path) == ["repetition_penalty = 1.3", "suppress_tokens = [5]"]
 
 
+@pytest.mark.slow
 def test_weights_that_the_text_model_says_are_quantized(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(GEMMA, dtype=torch.float32)
     model.save_pretrained(tmp_path / "m")

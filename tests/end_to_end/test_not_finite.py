@@ -119,6 +119,7 @@ def test_elements_across_the_ends_of_pieces(tmp_path: Path, shift: int, monkeypa
     ("kind", "part", "code"),
     [("fp8-blocks", "_proj.weight", 0x7F), ("fp8-blocks", "_scale_inv", NAN), ("mxfp4", "_scales", 255)],
 )
+@pytest.mark.fast("fp8-blocks-_proj.weight-127", "fp8-blocks-_scale_inv-nan")
 def test_codes_and_scales_of_quantized_weights(tmp_path: Path, kind: str, part: str, code: float) -> None:
     make(kind, tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"

@@ -90,6 +90,7 @@ def test_an_adapter_beside_an_output_is_refused(way: str, made: Path, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.slow
 def test_adapters_in_folders_inside_are_no_part_of_a_model(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "m", tmp_path / "m")
     put_adapter(tmp_path / "m" / "adapter")

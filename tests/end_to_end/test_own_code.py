@@ -68,6 +68,7 @@ def test_a_type_that_transformers_has_not_needs_permission(
         assert "brings its own Python code (auto_map)" in refused(capsys, *words)
 
 
+@pytest.mark.slow
 def test_an_attention_that_is_not_installed_here(model: Path) -> None:
     """As files name it that were trained with FlashAttention: transformers alone cannot load them without it."""
     change(model, _attn_implementation="flash_attention_2", attn_implementation="flash_attention_2")

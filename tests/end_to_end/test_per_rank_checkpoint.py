@@ -160,6 +160,7 @@ def test_experts_of_every_implementation(implementation: str) -> None:
         ("gpt_neox", "3x", "static"),
     ],
 )
+@pytest.mark.fast("gpt_neox-3x-static", "llama-4x-sum-dynamic")
 def test_generate_with_cache_and_left_padding(family: str, mix: str, cache: str) -> None:
     """Greedy text of a left-padded batch is what recomputing every prompt alone gives."""
     rewritten, weights = program(family, mix, 4), load_weights(program(family, mix, 4))
@@ -205,6 +206,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
     assert all(oracles.relative_error(b, a) <= TOLERANCE for a, b in zip(plain, again, strict=True))
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph() -> None:
     torch.compiler.reset()
     ids, model = batch("llama"), shared("llama", "4x-sum", 4)
@@ -308,6 +310,7 @@ def test_norms_of_each_rank_s_own_survive_a_round_trip(tmp_path: Path) -> None:
         assert torch.equal(again(input_ids=batch("llama")).logits, model(input_ids=batch("llama")).logits)
 
 
+@pytest.mark.slow
 def test_norms_of_each_rank_s_own_in_a_checkpoint_of_many_files(tmp_path: Path) -> None:
     zoo.shared("llama").save_pretrained(tmp_path / "source", max_shard_size="150KB")
     options = {"desync.untie_norms": True, "permute.ranks": {}}  # the order on disk

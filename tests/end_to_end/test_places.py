@@ -57,7 +57,19 @@ NAMES = {
     "t": "ein Löwe/dåta.jsonl",
 }
 PARTS = [line.partition(" ")[::2] for line in LINES.strip().splitlines()]
-SLOW = ("ganz", "export", "search", "calibrate", "coverage", "diff .", "reshard .")
+SLOW = (
+    "ganz",
+    "export",
+    "search",
+    "calibrate",
+    "coverage",
+    "diff .",
+    "reshard",
+    "bisect",
+    "refresh",
+    "adapt .",
+    "predict",
+)
 
 
 def run(base: Path, where: str, line: str) -> tuple[int, list[str]]:

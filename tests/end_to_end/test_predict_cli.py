@@ -297,6 +297,7 @@ def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
     assert bare.decode.exposed_seconds > (reductions[0] - 2) * 0.02 * 0.9
 
 
+@pytest.mark.slow
 def test_a_real_rank_exchanges_messages_with_an_environment_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

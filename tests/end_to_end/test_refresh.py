@@ -62,6 +62,7 @@ def require_golden(out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.fast("llama-ladder-tp2")
 def test_an_earlier_output_is_mended(name: str, tmp_path: Path) -> None:
     out = copied(name, tmp_path)
     if Version(transformers.__version__) >= Version("5.24"):
@@ -93,6 +94,7 @@ def _code(files: dict[str, bytes]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [OUTPUTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in OUTPUTS[1:])])
+@pytest.mark.slow
 def test_what_was_mended_is_verified(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command, in another folder, under a name with spaces and through a link; then its ranks once more."""
     copied(name, tmp_path).rename(tmp_path / "an öutput")
@@ -116,6 +118,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_second_time_it_changes_nothing_but_says_so(once: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(once, tmp_path / "out"))
     api.refresh(out, verify="none")
@@ -170,6 +173,7 @@ def test_another_wiring_is_refused_and_nothing_changes(out: Path) -> None:
     assert state(out) == before
 
 
+@pytest.mark.slow
 def test_other_ranges_of_ranks_are_refused(out: Path) -> None:
     path = out / "runtime" / "tp2" / "weights.json"
     table = json.loads(path.read_text())
@@ -232,6 +236,7 @@ def test_a_missing_file_is_named_where_it_was(name: str, out: Path) -> None:
     assert state(out) == before
 
 
+@pytest.mark.slow
 def test_ranks_with_files_of_their_own_keep_them(tmp_path: Path) -> None:
     out, source = copied("mixtral-ladder", tmp_path), emitted.source("llama")
     shutil.rmtree(out)

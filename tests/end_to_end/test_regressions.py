@@ -114,6 +114,7 @@ def test_a_write_that_is_no_value_is_refused(kind: type[nn.Module], what: str) -
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_latent_attention_that_assembles_its_keys_in_place(ranks: int) -> None:
     """Its keys were uninitialised memory once. Heads are split over ranks, what they share is not."""
     config = AutoConfig.for_model(**_LATENT, first_k_dense_replace=2)

@@ -64,6 +64,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.slow
 def test_ranks_take_the_module_that_fits_them(made: dict[str, Path]) -> None:
     assert len(list(made["both"].glob("*.safetensors"))) == 1
     expected = run_ranks(rank_logits, 2, str(made["both"]))[0]
@@ -147,6 +148,7 @@ def test_a_resumed_run_adds_what_is_missing_and_deletes_nothing(
 
 
 @pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.slow
 def test_what_a_killed_run_left_is_replaced(source: Path, both: Path, kept: int) -> None:
     """Killed before the manifest names the second module, and after it, with its scratch directory still there."""
     complete, path = files(both), both / "rewrite.json"

@@ -33,6 +33,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("said", PARTS)
+@pytest.mark.fast("as written today", "yarn")
 def test_it_is_the_sources(tmp_path: Path, said: str) -> None:
     source = Path(shutil.copytree(TINY_LLAMA, tmp_path / "source"))
     config: dict[str, Any] = json.loads((source / "config.json").read_text())

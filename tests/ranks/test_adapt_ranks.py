@@ -106,6 +106,7 @@ def two() -> tuple[Path, list[Gathered]]:
 
 
 @pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp", "ep"])
+@pytest.mark.fast("fsdp2", "tp")
 def test_two_ranks_train_as_one_device(index: int, two: tuple[Path, list[Gathered]]) -> None:
     """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, which one device computes too;
     expert-parallel."""
@@ -177,6 +178,7 @@ def on_two_nodes(group: Any, files: dict[str, Path], out: Path) -> tuple[list[in
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_weights_stay_in_their_node(tmp_path: Path) -> None:
     """Nodes hold equal bits, and training is that of one device but for what messages between nodes round."""
     ranks = run_ranks(on_two_nodes, 4, files(), tmp_path, timeout=300)

@@ -108,6 +108,7 @@ def wrong(found: tuple[Outcome, ...] | list[Outcome]) -> dict[str, dict[str, str
 
 
 @pytest.mark.parametrize("ranks", [4, 6])
+@pytest.mark.fast("4")
 def test_results_are_exact_whatever_the_delays(ranks: int) -> None:
     assert not wrong(outcomes(ranks))
 
@@ -303,6 +304,7 @@ def most(found: list[list[tuple[int, ...]]], heads: int) -> list[list[float]]:
     return [[max(figures) / block for figures in zip(*by_rank, strict=True)] for by_rank in zip(*found, strict=True)]
 
 
+@pytest.mark.slow
 def test_no_more_than_two_blocks_of_queries_are_in_memory() -> None:
     """6 ranks in a row, 16 query heads a key/value head: queries, outputs and gradients are nearly all there is."""
     plans = [attention2d(1, 1, 6), attention2d(1, 1, 6, overlap=True)]

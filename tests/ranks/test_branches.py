@@ -69,6 +69,7 @@ def test_what_needs_the_block_before_has_no_branch() -> None:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n > 4)) for n in range(12)])
+@pytest.mark.fast("0", "1")
 def test_branches_of_random_mixes_share_nothing(seed: int) -> None:
     rng = random.Random(seed)
     drawn = draws.architecture(rng, rng.choice(["llama", "gpt2", "gemma2", "mixtral"]))
@@ -131,6 +132,7 @@ def on_rank(group: Any, cases: list[Any], ids: torch.Tensor, prompts: list[list[
     return found
 
 
+@pytest.mark.slow
 def test_two_branches_give_the_bits_of_one() -> None:
     families = ("llama", "gpt2", "gemma3_text", "qwen3_moe")
     steps = [(MERGE, LADDER, ("fuse_projections", {}), last) for last in (OVERLAP, BRANCHES)]

@@ -225,6 +225,7 @@ def changed_over(group, directory, cache):
     return first, steps, tokens_of(model), decode_step(model, 1, len(PROMPT) + COUNT, group).how
 
 
+@pytest.mark.slow
 def test_ranks_change_over_together(tmp_path, cache):
     ranks = run_ranks(changed_over, 2, str(write(tmp_path / "out", 2)), cache, timeout=240)
     assert ranks[0] == ranks[1]
@@ -235,6 +236,7 @@ def test_ranks_change_over_together(tmp_path, cache):
     assert steps[-1] == "compiled parts"
 
 
+@pytest.mark.slow
 def test_what_fails_is_not_tried_again_in_every_run(tmp_path, monkeypatch, cache):
     output = write(tmp_path / "out", 1)
     monkeypatch.setenv("TRACED_WORKER_FAILS", "1")
@@ -282,6 +284,7 @@ def test_the_compiler_that_was_found_is_the_one_that_compiles(tmp_path, monkeypa
     assert (cache / "aa.log").read_text() == "clang++\n"
 
 
+@pytest.mark.slow
 def test_a_compilation_in_the_background_gives_way_with_its_session():
     """Its niceness counts among all processes only where the autogroup of its session has it too."""
     group = Path("/proc/self/autogroup")

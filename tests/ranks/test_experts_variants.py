@@ -200,6 +200,7 @@ def test_a_models_dtype_as_an_argument_follows_the_model() -> None:
 @pytest.mark.parametrize(
     "model_type", [pytest.param(t, marks=() if t == "gpt_oss" else pytest.mark.slow) for t in CONFIGS]
 )
+@pytest.mark.slow
 def test_adapted_checkpoints_load_and_compute_the_ladder(model_type: str, tmp_path: Path) -> None:
     """On disk some of them lie as their published checkpoints do, under other names and in other layouts."""
     model = model_of(model_type)

@@ -59,6 +59,7 @@ def test_passes_have_the_same_gradients_on_ranks_in_either_order(first: str) -> 
 
 
 @pytest.mark.parametrize("first", ["desync", "own_partial"])
+@pytest.mark.fast("own_partial")
 def test_a_norm_has_the_same_gradient_in_either_order(first: str) -> None:
     """Of Gemma 2's norm after a reduction that desync keeps, below a layer that read the rank's own part of it before:
     its weight got P times its gradient."""
@@ -96,6 +97,7 @@ def test_what_ranks_add_in_full_crosses_layers(tmp_path: Path) -> None:
         assert relative_error(adapted(ids).logits, expected) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_sum_may_wait_for_a_reduction_two_layers_later() -> None:
     """Norms of three layers are applied where their sums are complete; the module of a rank was refused."""
     config = AutoConfig.for_model("gemma2", num_hidden_layers=4, intermediate_size=64, **NORMED)

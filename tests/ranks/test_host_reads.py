@@ -62,6 +62,7 @@ def reads_of(group, weights, poll):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.fast("1")
 def test_more_tokens_are_not_more_reads(ranks):
     for found in run_ranks(reads_of, ranks, reference.weights(), POLL):
         for name, (few, many, tokens) in found.items():
@@ -85,6 +86,7 @@ def ended(group, weights, poll):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma2"])
+@pytest.mark.fast("mixtral")
 def test_an_emitted_model_reads_nothing_for_a_token(family, monkeypatch):
     """Experts as on a GPU, for one prompt; of which the first tokens are many, and are read."""
     monkeypatch.setattr(sys.modules["rewriter.runtime.experts"], "host_waits", lambda x: True)

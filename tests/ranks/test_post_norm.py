@@ -174,6 +174,7 @@ def rewritten(family: str, name: str, ranks: int = 2, *steps: str) -> Program:
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=str)
 @torch.no_grad()
+@pytest.mark.fast("gemma2-2x", "gemma3_text-2x-sum", "olmo2-2x-sum", "gemma3_text-own")
 def test_the_program_equals_the_reference(family: str, name: str) -> None:
     ids, layers = zoo.batch(2, 21), range(zoo.config(family).num_hidden_layers)
     expected = PerRankReference(zoo.shared(family), dict.fromkeys(layers, REWRITES[name][1]), 2)(ids)

@@ -130,6 +130,7 @@ def simulated(program: Program, family: str, length: int = 21) -> torch.Tensor:
     [("llama", 2, "int8"), ("llama", 4, "int4-hadamard@16"), ("gpt2", 4, "int8"), ("gemma2", 2, "int4-hadamard"),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in [("olmo2", 2, "int6@32"), ("qwen3", 4, "int2")])],
 )  # fmt: skip
+@pytest.mark.fast("gpt2-4-int8", "llama-2-int8", "llama-4-int4-hadamard@16")
 def test_simulated_ranks_equal_the_oracle(family: str, ranks: int, format: str) -> None:
     program = wired(family, ranks, quantizing(format), OVERLAP)
     expected = oracle(family, ranks, functools.partial(combine, format=format))

@@ -103,6 +103,7 @@ def launched(ranks: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", LAUNCHES)
+@pytest.mark.fast("2", "3")
 def test_values_places_and_bytes(ranks):
     """Each rank has its own slice, of the sum that the oracle computes; equal bits where results are replicated; the
     bytes on each axis are those of the formula."""

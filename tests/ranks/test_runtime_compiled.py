@@ -27,6 +27,7 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_layers_of_a_class_share_their_graphs_and_tokens_add_none():
     plain, model = build(None, reference.weights()), build(None, reference.weights())
     names = compile_segments(model, backend="eager")

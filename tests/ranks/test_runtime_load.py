@@ -199,6 +199,7 @@ def test_launch_generates_on_real_ranks(tmp_path, ranks):
     assert heard == [list(zip(*both, strict=True)) for both in zip(found["tokens"], found["seconds"], strict=True)]
 
 
+@pytest.mark.slow
 def test_tokens_come_while_ranks_run_and_a_listener_ends_a_prompt(tmp_path):
     """The first prompt would get 100,000 tokens: the second begins because the listener has enough of it."""
     heard = [[], []]
@@ -327,6 +328,7 @@ def test_ranks_that_hang_are_stopped(tmp_path):
     assert not alive(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_failing_rank_is_reported_with_its_traceback_and_stops_the_others(tmp_path):
     body = 'if mesh.get_rank() == 1: raise ValueError("the reason")\n        time.sleep(3600)'
     write(tmp_path, 2, source=HANGS.format(body=body))

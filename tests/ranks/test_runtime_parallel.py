@@ -66,6 +66,7 @@ def both_ways(group, weights, prompts, count):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.fast("2")
 def test_greedy_tokens_equal_one_device_with_padding_cache_and_end(size):
     w = {name: value.double() for name, value in reference.weights().items()}
     expected = [reference.greedy(w, prompt, 24, LADDER_FROM) for prompt in PROMPTS]

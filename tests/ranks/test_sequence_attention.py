@@ -57,6 +57,7 @@ def too_far(outcomes: Any) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.slow
 def test_errors_are_at_most_twice_those_of_one_device(ranks):
     assert not too_far(chosen(ranks))
 
@@ -176,6 +177,7 @@ def test_the_operator_is_what_torch_expects_of_one():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_compiles_to_one_graph(backend):
     for first, second, graphs, *others in run_ranks(compiled, 4, backend, timeout=300):
         assert max(first, second, *others[:2]) < 1e-6

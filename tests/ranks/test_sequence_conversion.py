@@ -256,6 +256,7 @@ def test_the_copy_keeps_what_an_exchange_of_heads_needs() -> None:
     assert shrink(real, [0, 1, 2, 3], 2).num_attention_heads < 8
 
 
+@pytest.mark.slow
 def test_the_copy_is_given_the_plan_of_the_model() -> None:
     """For its sizes, or a planner's other opinion, no other one is checked."""
     config = AutoConfig.from_pretrained(TINY_LLAMA)

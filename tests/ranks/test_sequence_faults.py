@@ -94,6 +94,7 @@ def far(outcome: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.fast("see_padding", "leave_keys_where_they_are", "forget_strictness")
 def test_the_limits_of_errors_see(fault):
     (outcome,) = run_cases([FAULTS[fault]], fault)
     assert far(outcome)

@@ -193,6 +193,7 @@ def of_four(which):
     return run_ranks(trained, 4, {"replicated": [*REPLICATED, *ZERO.values()], "plain": PLAIN}[which])
 
 
+@pytest.mark.slow
 def test_sequence_and_data_parallel_training_with_fsdp_follows_one_device():
     check([rank[0] for rank in of_four("replicated")])
 

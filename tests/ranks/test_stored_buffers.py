@@ -117,6 +117,7 @@ def test_a_conversion_keeps_them_on_both_sides(tmp_path: Path) -> None:
         assert set(dtypes.values()) == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_them_is_refused(tmp_path: Path) -> None:
     save("glm4_moe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -126,6 +127,7 @@ def test_a_checkpoint_without_them_is_refused(tmp_path: Path) -> None:
         trace(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_text_says_which_tensors_are_not_trained() -> None:
     program: Program = trace(AutoConfig.for_model("glm4_moe", **CONFIGS["glm4_moe"]))
     assert "e_score_correction_bias: buffer[8]" in program.text()

@@ -66,6 +66,7 @@ def casts_of(program: Program) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", MIXED)
 @pytest.mark.parametrize("materialize", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.fast("False-the head in fp32", "False-norms in fp32")
 def test_ranks_compute_in_one_dtype(case: str, materialize: bool, tmp_path: Path) -> None:
     dtype, declared, computed = MIXED[case]
     path = source(tmp_path / "source", dtype, declared)

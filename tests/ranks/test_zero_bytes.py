@@ -87,6 +87,7 @@ def counted_bytes():
     return result
 
 
+@pytest.mark.slow
 def test_plain_full_sharding_moves_three_times_the_parameters():
     """Two gathers and a reduction of everything. Each of a rank's neighbours receives all of another node's shards for
     itself where a gather is direct, and a node receives them once where it is hierarchical."""

@@ -33,6 +33,7 @@ def check_gradients(case):
 
 
 @pytest.mark.parametrize("case", marked(CASES[:-1], SLOW))
+@pytest.mark.slow
 def test_gradients_of_masters_are_those_of_fsdp2_and_so_is_their_norm(case):
     check_gradients(case)
 

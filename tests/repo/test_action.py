@@ -81,6 +81,7 @@ def check_artifacts(run: Runner, prefix: str) -> None:
         torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_converts_the_model_that_ships(tmp_path: Path) -> None:
     run = converted(tmp_path, artifact="small", arguments="--verify=shrunken\n")
     check_artifacts(run, "small")

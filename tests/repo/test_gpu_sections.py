@@ -242,6 +242,7 @@ def test_a_wrong_attention_fails_and_a_kernel_that_is_not_there_does_not(
         row("math")
 
 
+@pytest.mark.slow
 def test_a_step_that_goes_other_ways_fails(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import decode_step as gpu_decode_step
     from benchmarks.gpu.runtime import models
@@ -276,6 +277,7 @@ def bench(scale: Any, tmp_path: Path) -> Any:
         yield gpu_decode.Bench(scale, size, gpu_decode.programs(size), 1e9, tmp_path, {})
 
 
+@pytest.mark.slow
 def test_a_decode_step_with_other_tokens_fails(bench: Any) -> None:
     from benchmarks.gpu import decode as gpu_decode
 
@@ -306,6 +308,7 @@ def test_recipes_and_delays_are_the_packages_own(bench: Any) -> None:
         assert gpu_decode.delays().delay(call) == model.delay(call)
 
 
+@pytest.mark.slow
 def test_a_step_reads_what_a_70b_models_layers_hold(bench: Any, tmp_path: Path) -> None:
     from benchmarks.gpu import decode as gpu_decode
 

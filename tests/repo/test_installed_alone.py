@@ -79,6 +79,7 @@ def refused(python: Path, place: Path) -> None:
     assert not {"h", "heal.yaml", "heal.search", "o.onnx"} & {path.name for path in place.iterdir()}
 
 
+@pytest.mark.slow
 def test_without_extras_commands_work_or_name_their_extra(place: Path) -> None:
     python, site = fresh_environment.make(place / "bare")
     (site / "rewriter").symlink_to(ROOT / "rewriter")

@@ -123,6 +123,10 @@ def test_no_files_import_each_other_in_a_circle():
         ("rewriter.common.errors", "import rewriter"),
     ],
 )
+@pytest.mark.fast(
+    "rewriter.runtime.loading-if TYPE_CHECKING:\\n    from rewriter.emit.manifest import mesh_of",
+    "rewriter.ir.program-def later():\\n    from rewriter.api import save",
+)
 def test_a_seeded_upward_import_is_found(name, statement):
     files, known = graph(), modules()
     files[name] = files[name] | set(imported(statement, known))

@@ -38,6 +38,7 @@ def run(tmp_path, monkeypatch):
     return execute
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_in_a_fresh_kernel(run):
     shown, printed = run("ladder.ipynb")
     assert len(shown) == 2

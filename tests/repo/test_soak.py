@@ -80,6 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @fuzzes
 @pytest.mark.parametrize("reader", inputs.READERS, ids=lambda reader: reader.name)
+@pytest.mark.fast("headers")
 def test_damaged_inputs_are_read_or_refused(reader: inputs.Reader, place: Path) -> None:
     few = replace(reader, batch=min(reader.batch, 40 if reader.name == "configs" else 150))
     outcome = inputs.batch(few, 1, place)
@@ -89,6 +90,7 @@ def test_damaged_inputs_are_read_or_refused(reader: inputs.Reader, place: Path) 
 
 
 @fuzzes
+@pytest.mark.slow
 def test_inputs_that_come_to_new_code_are_damaged_further_and_follow_from_the_seed(place: Path) -> None:
     few = replace(inputs.READERS[1], batch=400)  # headers are checked by safetensors, whose code is not watched
     counts, corpora = [], []
@@ -130,6 +132,7 @@ def test_damage_is_drawn_from_the_case_alone(place: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.slow
 def test_random_programs_on_three_and_eight_ranks_take_the_step_of_the_reference(ranks: int, tmp_path: Path) -> None:
     assert programs.training_step(generator("test", 0), "llama", ranks, tmp_path) == {f"P={ranks}": 1}
 
@@ -222,6 +225,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("module", ["soak.kills", "soak.disks"])
+@pytest.mark.fast("soak.disks")
 def test_what_is_struck_is_resumed_or_started_over_to_the_same_files(struck: dict[str, Any], module: str) -> None:
     count, failures = struck[f"{module} False False"]
     assert failures == []
@@ -283,6 +287,7 @@ def struck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 @needs_proc
 @pytest.mark.parametrize("fault", ranks.FAULTS)
+@pytest.mark.fast("command killed")
 def test_a_command_that_ends_in_order_when_a_rank_is_struck_passes(
     fault: str, struck_rank: Callable[..., Outcome]
 ) -> None:
@@ -303,6 +308,7 @@ def test_a_command_that_ends_in_order_when_a_rank_is_struck_passes(
     ],
     ids=["orphan", "folder", "hangs", "traceback", "gives up", "orphan of the killed", "code"],
 )
+@pytest.mark.fast("traceback", "code")
 def test_a_command_that_does_not_end_in_order_is_found(
     fault: str, lines: dict[str, str], said: str, struck_rank: Callable[..., Outcome]
 ) -> None:
@@ -327,6 +333,7 @@ def test_how_a_command_ended_is_judged(code: object, said: str, wrong: str) -> N
     assert options.judged(0, "", 1e4) == "it took 10000 s"
 
 
+@pytest.mark.slow
 def test_options_of_every_command_are_drawn_and_what_a_command_changes_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_windows_end_inside_the_shortest_test(family: str) -> None:
         for selection in zoo.selections(4)
     ],
 )
+@pytest.mark.slow
 def test_no_choice_of_the_long_texts_is_closer_than_rounding(family: str, selection: str) -> None:
     """Over 64 greedy tokens of 8 prompts, neither the best token nor the last chosen expert is a near tie.
 

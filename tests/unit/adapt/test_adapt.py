@@ -197,6 +197,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_not_a_traceback(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exact, calls = objective.cross_entropy, []
 
@@ -284,6 +285,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
 
 
+@pytest.mark.slow
 def test_what_was_trained_can_be_trained_again_but_not_be_its_own_teacher(plain: Path, tmp_path: Path) -> None:
     again = dict(data=adapted.text_file(), evaluation=adapted.text_file(20, 1), out=tmp_path / "out", verify="none")
     with pytest.raises(RewriterError, match=r"no longer the original's\. Give the original model as --teacher"):

@@ -90,6 +90,7 @@ def test_bf16_where_the_device_multiplies_it_and_matrices_are_wide(monkeypatch: 
 
 
 @pytest.mark.parametrize("method", ["distill", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_bf16_is_what_student_and_teacher_compute_in(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +157,7 @@ def test_settings_that_are_given_stay_and_steps_follow_from_the_tokens(tmp_path:
     assert (done.settings["learning_rate"], done.rows_per_step, done.steps) == (1e-2, 2, 10)
 
 
+@pytest.mark.slow
 def test_what_was_trained_learns_from_the_data_where_no_original_is_given(tmp_path: Path) -> None:
     settings = {**ON_CPU, "max_steps": 1}
     run(tmp_path / "first", settings=settings)
@@ -197,6 +199,7 @@ def test_text_is_written_once_and_again_the_same(own_cache: Path, monkeypatch: p
         write(tmp, 2000, CPU, RunContext())
 
 
+@pytest.mark.slow
 def test_text_is_that_of_the_source_whatever_order_its_channels_are_in(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +347,7 @@ def test_a_layer_that_differs_or_that_others_read_is_no_trunk() -> None:
     assert trunk_of(student, teacher) is None, "the last layer reads what the first has computed inside"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ def test_a_distilled_model_follows_the_original_not_the_data(tmp_path: Path) -> 
     assert report.losses["after"] > 6, "a random teacher's predictions are no better than before"
 
 
+@pytest.mark.slow
 def test_with_adapters_the_teacher_has_no_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, Any]] = []
     original = students.teacher
@@ -44,6 +45,7 @@ def test_with_adapters_the_teacher_has_no_weights_of_its_own(tmp_path: Path, mon
     assert changed == {name for name in before if "proj" in name}
 
 
+@pytest.mark.slow
 def test_a_quantized_base_is_read_and_the_exact_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """int8 holds a quarter of fp32 and its scales; only adapters move; what is stored is the source's weights with
     them, not the dequantized ones."""

@@ -31,6 +31,7 @@ coverage_pages = load_module("coverage_pages", ROOT / "tools/docs/coverage_pages
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "mixtral"])
+@pytest.mark.fast("llama")
 def test_what_the_product_promises_holds_for_a_type(model_type: str) -> None:
     row = check(model_type)
     assert all(getattr(row, name) for name in CHECKS), row.reason

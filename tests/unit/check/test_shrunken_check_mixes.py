@@ -89,12 +89,14 @@ def test_the_reference_gets_the_other_modes() -> None:
 
 
 @pytest.mark.parametrize("name", ["desync-4x-sum", "ladder-own-partial", "ladder-then-desync", "parallel"])
+@pytest.mark.fast("ladder-then-desync")
 def test_a_shipped_recipe_passes(name: str) -> None:
     config = zoo.config("llama")
     config.num_hidden_layers = 8
     check_shrunken(config, Recipe.load(name).build(), 2)
 
 
+@pytest.mark.slow
 def test_a_pattern_passes_on_a_deep_model() -> None:
     config = zoo.config("llama")
     config.num_hidden_layers = 14
@@ -110,6 +112,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.fast("mean for sum")
 def test_a_fault_in_a_desynced_run_fails_the_shrunken_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = desync_module.desynchronise
 

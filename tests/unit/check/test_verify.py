@@ -192,6 +192,7 @@ def test_weights_of_the_copy_are_degenerate_nowhere() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2", "mixtral"])
+@pytest.mark.fast("llama")
 def test_a_right_conversion_passes(family: str) -> None:
     result = check_shrunken(zoo.config(family), [TensorParallel(), Ladder("upper-half")], 2)
     figures = result.figures()
@@ -231,6 +232,7 @@ class Faulty(Ladder):
 @pytest.mark.parametrize(
     "fault", ["drained transition", "one block forgotten", "too stale", "attention and MLP swapped"]
 )
+@pytest.mark.fast("too stale", "drained transition")
 def test_a_seeded_fault_fails_the_shrunken_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrunken_check_module, "single_device", lambda program: program)
     with pytest.raises(VerificationError, match=r"rewritten = its reference: worst at row \d, token \d+"):

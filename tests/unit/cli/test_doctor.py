@@ -118,6 +118,7 @@ def test_little_shared_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None
     assert states()["shared memory"] == ("note", "67.11 MB free in /dev/shm")
 
 
+@pytest.mark.slow
 def test_it_is_quick_beside_the_import_of_torch() -> None:
     """Neither transformers nor another slow package is imported."""
     code = "import sys, torch; before = len(sys.modules); from rewriter.cli import main; main(['doctor', '--json']); "

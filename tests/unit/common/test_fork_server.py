@@ -74,6 +74,7 @@ def test_a_failure_is_reported_to_the_job(tmp_path: Path) -> None:
     assert (failure.message, failure.code) == ("a tensor is missing", 2)
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_torch_already_and_ends_with_a_client_that_is_killed(tmp_path: Path) -> None:
     """The client has no other fork server, as this process may, and is a script without `if __name__ == "__main__"`,
     which multiprocessing would run in the fork again. Operators of rewriter are not in the fork."""

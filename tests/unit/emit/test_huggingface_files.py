@@ -298,6 +298,7 @@ TRIED = ["gpt2", "gemma2", "mixtral", "bloom", pytest.param("deepseek_v3", marks
 
 
 @pytest.mark.parametrize("family", TRIED)
+@pytest.mark.fast("gpt2", "gemma2", "mixtral", "opt")
 def test_the_installed_version_passes_the_trial_of_bound_models(family: str, tmp_path: Path) -> None:
     found, said = tried(emit_huggingface(bound(family, tmp_path)))
     assert found is None

@@ -38,6 +38,7 @@ def run(file: Path, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_it_computes_the_ladder(family: str, tmp_path: Path) -> None:
     """At batches and lengths that were not traced, beyond every window, and at positions that do not start at 0."""
     file = tmp_path / "model.onnx"

@@ -156,6 +156,7 @@ def test_a_fault_of_a_pass_is_found_where_it_was_put(
     ("family", "recipe", "tp"),
     [("llama", "ladder", 2), ("qwen3_moe", "desync-2x", 2), ("gemma2", "ladder", 2), ("gpt2", "ladder-own-partial", 2)],
 )
+@pytest.mark.fast("llama-ladder-2")
 def test_where_nothing_is_wrong_nothing_is_found(
     saved: Callable[[str], Path], family: str, recipe: str, tp: int
 ) -> None:

@@ -72,6 +72,7 @@ def test_an_output_beside_its_source(written: Path, source: Path, capsys: pytest
     assert data["tensors"]["same"] == len(Checkpoint.open(source).tensors)
 
 
+@pytest.mark.slow
 def test_the_source_is_found_where_it_was_or_nearby(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_place_in_the_home_folder_is_named_without_it(tmp_path: Path, monkeypa
     assert recorded_path(tmp_path / "models/a", tmp_path / "home/ada/out") == "../../../models/a"
 
 
+@pytest.mark.slow
 def test_two_outputs_of_one_recipe_are_the_same_but_for_what_somebody_changed(written: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(written, copy)

@@ -45,6 +45,7 @@ def test_the_kernel_reads_any_layout(case: str) -> None:
 @on_linux
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("parts", "size"), [(2, 64), (8, 128)])
+@pytest.mark.slow
 def test_compiled_code_moves_whole_vectors_and_spills_nothing(
     capability: int, parts: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def check_rows(code: Any, format: str, dtype: torch.dtype, capability: int, seed
 @pytest.mark.parametrize(
     "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_compiled_kernels_move_whole_vectors_and_spill_nothing(code: Any, capability: int) -> None:
     for format in ("int8", "int4"):
         check_rows(code, format, torch.bfloat16, capability, None)

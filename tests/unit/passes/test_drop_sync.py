@@ -234,6 +234,7 @@ class Faulty(DropSync):
 
 
 @pytest.mark.parametrize("fault", ["", "another layer", "an MLP's reduction, too", "mean"])
+@pytest.mark.fast("mean")
 def test_a_seeded_fault_fails_the_shrunken_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(program: Program) -> Program:
         return program

@@ -334,6 +334,7 @@ def test_a_front_has_no_points_that_the_fabric_cannot_hold(small: Program) -> No
     assert {p.tp for p in found.pareto["tensor-parallel"]} == {1, 2}
 
 
+@pytest.mark.slow
 def test_points_are_told_apart_by_recipes_of_one_name_and_by_ranks_that_share_tokens(small: Program) -> None:
     upper = Recipe.load("ladder").with_overrides({"ladder.layers": "last:1"})
     found = api.predict(
@@ -389,6 +390,7 @@ def test_a_config_that_cannot_be_is_refused(tmp_path: Path, text: str, why: str)
         api.predict(file, ["tensor-parallel"], api.Workload(tp=2))
 
 
+@pytest.mark.slow
 def test_scores_that_no_kernel_fuses_take_memory() -> None:
     sizes: dict[str, Any] = dict(
         vocab_size=512, hidden_size=128, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, head_dim=16,

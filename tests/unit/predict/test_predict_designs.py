@@ -123,6 +123,7 @@ def test_scores_and_all_logits_take_memory(model: Program) -> None:
 # --- heads, and logits ---
 
 
+@pytest.mark.slow
 def test_a_whole_vocabulary_is_the_same_function() -> None:
     rewrite = TensorParallel(vocabulary=False)
     check_shrunken(config(), [rewrite], 2)  # raises where they differ

@@ -82,6 +82,7 @@ def every() -> list[Mix]:
     return found + [mix_of([], {layer: format}) for layer in (0, 5) for format in FORMATS]
 
 
+@pytest.mark.slow
 def test_each_alone_is_what_the_converted_model_loses(program: Program, computed: Computed) -> None:
     weights = load_weights(program)
     before = simulate(program, IDS[:1], weights=weights)

@@ -61,6 +61,7 @@ def test_other_cases(case: str) -> None:
 
 
 @on_linux
+@pytest.mark.slow
 def test_faults_in_the_kernels_are_seen() -> None:
     found = interpreted("faults")
     assert len(found) == 18
@@ -92,6 +93,7 @@ def code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         for capability in (80, 90, 100)
     ],
 )
+@pytest.mark.slow
 def test_compiled_kernels(code: Any, capability: int, dtype: str, size: int) -> None:
     """Tensor cores for bf16, fp32 that is not rounded to TF32, copies of whole vectors ahead of their use, all in
     registers, and two blocks' shared memory on every multiprocessor of these."""
@@ -109,6 +111,7 @@ def test_compiled_kernels(code: Any, capability: int, dtype: str, size: int) -> 
 
 @on_linux
 @pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.slow
 def test_the_compiled_merge(code: Any, capability: int) -> None:
     merged = code.merge(capability, "bf16", 128, 128)
     assert (merged.code.stack, merged.code.local) == (0, 0)
@@ -194,6 +197,7 @@ def test_models_generate_the_same_tokens(family: str, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.fast("llama")
 def test_a_step_without_masks_replays_and_reads_nothing(family: str, request: pytest.FixtureRequest) -> None:
     model, prompts = steps.emitted(family), steps.prompts_of(family)
     expected = generate(model, prompts, steps.STEPS)

@@ -36,6 +36,7 @@ def addresses(model, prompts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.fast("llama", "gemma3_text", "qwen3_moe")
 def test_a_step_replays_reads_nothing_and_keeps_its_memory(family, as_on_a_gpu):
     model, prompts = emitted(family), prompts_of(family)
     got, wanted = replayed(model, prompts)

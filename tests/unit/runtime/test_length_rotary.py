@@ -93,6 +93,7 @@ def cases(*slow: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", cases("phi4_mini", "dynamic_in_some_layers"))
+@pytest.mark.fast("llama", "phi3")
 def test_programs_compute_both_sides_of_the_boundary(name: str, sources: Any) -> None:
     program: Program = trace(sources(name))
     for length in (5, PRETRAINED, PRETRAINED + 1, 40):

@@ -240,6 +240,7 @@ def test_stages_hand_on_what_the_next_one_reads_late():
 
 
 @pytest.mark.parametrize("layer_class", [Paired, pytest.param(Scaled, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_compiled_layers_give_the_same(layer_class):
     config = SimpleNamespace(rewriter_delays=[[0, 0], [1, 1], [0, 1]])
     layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)

@@ -311,6 +311,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.fast("falcon-alibi", "mpt", "xglm")
 def test_models_with_attention_of_their_own_are_exact_on_one_device_and_on_several(name: str) -> None:
     options = dict(MODELS[name])
     config = CONFIG_MAPPING[options.pop("model_type", name)](**options)

@@ -38,6 +38,7 @@ model_of, traced, weights = _models.model, _models.traced, _models.weights
 @pytest.mark.parametrize("length", [1, 21, 100])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
+@pytest.mark.fast("roberta-prelayernorm-1", "roberta-prelayernorm-21", "roberta-prelayernorm-100")
 def test_the_add_inside_a_child_is_found(name: str, length: int) -> None:
     model, program = model_of(name), traced(name)
     ids = torch.randint(2, 256, (2, length), generator=torch.Generator().manual_seed(length))

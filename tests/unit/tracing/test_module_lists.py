@@ -60,6 +60,7 @@ def on_ranks(program: Program, ranks: int) -> Program:
 
 @pytest.mark.usefixtures("norm")
 @torch.no_grad()
+@pytest.mark.fast("RMS")
 def test_one_norm_per_head_is_split_by_heads() -> None:
     """At 8 ranks, two hold each key/value head."""
     built = model()

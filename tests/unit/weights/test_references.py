@@ -48,6 +48,7 @@ def held(out: Path, rank: int, mesh: str = "tp2") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "recipe"), [(f, r) for f, recipes in RECIPES.items() for r in recipes])
+@pytest.mark.fast("llama-desync-2x-sum", "gpt2-desync-2x-sum")
 def test_ranks_hold_what_the_program_says(family: str, recipe: str, tmp_path: Path) -> None:
     path = source(family, tmp_path)
     program = rw.rewrite(rw.trace(path), recipe, tp=2)

@@ -36,6 +36,7 @@ def nbytes(weight: StoredWeight) -> int:
 
 
 @pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.fast("mxfp4")
 def test_ranks_hold_half_the_bytes_and_compute_with_the_same_values(tmp_path: Path, kind: str) -> None:
     """At tp 2 a rank's 56 channels of an MLP, and its heads of 8, cut blocks of 16."""
     source = tmp_path / "source"
@@ -62,6 +63,7 @@ def test_ranks_hold_half_the_bytes_and_compute_with_the_same_values(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["fp8-experts", "mxfp4"])
 @torch.no_grad()
+@pytest.mark.fast("mxfp4")
 def test_a_loaded_module_keeps_them_and_computes_the_same(tmp_path: Path, kind: str) -> None:
     quantized_checkpoints.make(kind, tmp_path / "source", "bfloat16")
     out = write(tmp_path / "source", tmp_path / "out", tp=1)
