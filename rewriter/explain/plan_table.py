@@ -70,7 +70,7 @@ def _group(group: LayerGroup) -> list[str]:
     return [
         group.label + (f": {traffic}" if plan.collectives else ""),
         *_aligned([head, *rows]),
-        f"  to the next layer: {'; '.join(plan.crosses)}",
+        f"  to what follows: {'; '.join(plan.crosses)}",
     ]
 
 
