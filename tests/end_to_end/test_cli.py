@@ -414,6 +414,16 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert run_code(program).stdout.strip() == "[]"
 
 
+def test_bars_of_transformers_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        monkeypatch.delenv(name)
+    program = (
+        "from rewriter.cli.app import main; main(['recipes']); import tqdm; from transformers.utils import logging; "
+        "list(logging.tqdm([1], desc='bar'))"
+    )
+    assert not run_code(program).stderr
+
+
 @pytest.mark.slow
 def test_the_public_functions_are_functions() -> None:
     # `rewriter.tracing` is also a room of the package, and importing it must not hide the function.
