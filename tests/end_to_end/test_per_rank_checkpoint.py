@@ -160,7 +160,6 @@ def test_experts_of_every_implementation(implementation: str) -> None:
         ("gpt_neox", "3x", "static"),
     ],
 )
-@pytest.mark.fast("gpt_neox-3x-static", "llama-4x-sum-dynamic")
 def test_generate_with_cache_and_left_padding(family: str, mix: str, cache: str) -> None:
     """Greedy text of a left-padded batch is what recomputing every prompt alone gives."""
     rewritten, weights = program(family, mix, 4), load_weights(program(family, mix, 4))
