@@ -50,8 +50,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     traced_once.install(item.get_closest_marker("tracer") is None)
 
 
+_UNKNOWN = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def unknown_fast_cells(request: pytest.FixtureRequest) -> list[str]:
+    """What `fast` names and no cell is called, of the files of this run."""
+    return request.config.stash[_UNKNOWN]
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m 'not slow'` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow the cells that `fast` leaves out, and those of a matrix over model families that only repeat what
     others test.
 
@@ -66,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if fast is not None and item.callspec.id not in fast.args:
                 item.add_marker(pytest.mark.slow)
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    config.stash[_UNKNOWN] = [
+        f"{test}[{named}]"
+        for test, cells in matrices.items()
+        if (fast := cells[0].get_closest_marker("fast")) is not None
+        for named in set(fast.args) - {cell.callspec.id for cell in cells}
+    ]
     for cells in matrices.values() if zoo is not None else ():
         for cell in _repetitions(cells, set(zoo.FAMILIES), zoo.KINDS):
             cell.add_marker(pytest.mark.slow)

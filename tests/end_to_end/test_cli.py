@@ -418,7 +418,7 @@ def test_bars_of_transformers_are_for_terminals(monkeypatch: pytest.MonkeyPatch)
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
         monkeypatch.delenv(name)
     program = (
-        "from rewriter.cli.app import main; main(['recipes']); import tqdm; from transformers.utils import logging; "
+        "from rewriter.cli.app import main; main(['recipes']); from transformers.utils import logging; "
         "list(logging.tqdm([1], desc='bar'))"
     )
     assert not run_code(program).stderr

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import Constant, together
+from job_processes import until
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation import cpu_progress
@@ -332,10 +333,7 @@ def test_an_environment_that_goes_away_fails_what_is_under_way_and_what_follows(
         made = WireEngine(address)
         work = made.submit(operation("all_reduce", 1 << 20, range(2)))
         future = made.submit(operation("all_reduce", 1 << 20, range(2), 1)).get_future()
-        begun = time.monotonic()
-        while not made.connections and time.monotonic() - begun < 60:  # its thread connects
-            time.sleep(0.001)
-        assert made.connections
+        assert until(lambda: bool(made.connections))  # its thread connects
     with pytest.raises(CollectiveAborted, match=r"operation 0: all_reduce .* closed the connection"):
         work.wait()
     with pytest.raises(RuntimeError, match="closed the connection"):

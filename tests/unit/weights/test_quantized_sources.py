@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +50,7 @@ FP32 = {"fp8-deepseek": ("e_score_correction_bias", "mlp.gate.weight")}
 FP32_BESIDE_FLOAT16 = {"mxfp4": ("layernorm.weight", "model.norm.weight")}
 FAST = ("fp8-blocks", "mxfp4", "awq")
 KINDS = [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MAKERS]
-
-
-class Made(dict[str, tuple[Path, dict[str, torch.Tensor]]]):
-    """By kind, (directory, what its tensors stand for); each is made when it is asked for."""
-
-    def __init__(self, root: Path, dtype: str, named: bool) -> None:
-        super().__init__()
-        self._root, self._dtype, self._named = root, dtype, named
-
-    def __missing__(self, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
-        directory = self._root / kind
-        self[kind] = (directory, quantized_checkpoints.make(kind, directory, self._dtype, named=self._named))
-        return self[kind]
+Made = Callable[[str], tuple[Path, dict[str, torch.Tensor]]]
 
 
 # As published: what is not quantized is in one of these dtypes, and config.json names it or not.
@@ -73,8 +63,12 @@ BESIDE = [(dtype, named) for dtype in ("bfloat16", "float16", "float32") for nam
     ids=lambda beside: f"{beside[0]}{'' if beside[1] else ', not named'}",
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Of a kind, (directory, what its tensors stand for); each is made when it is asked for."""
+    root = tmp_path_factory.mktemp("quantized")
     dtype, named = request.param
-    return Made(tmp_path_factory.mktemp("quantized"), dtype, named)
+    return functools.cache(
+        lambda kind: (root / kind, quantized_checkpoints.make(kind, root / kind, dtype, named=named))
+    )
 
 
 def transformers_model(directory: Path) -> torch.nn.Module:
@@ -92,7 +86,7 @@ def transformers_model(directory: Path) -> torch.nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_what_was_packed(made: Made, kind: str) -> None:
-    source, meant = made[kind]
+    source, meant = made(kind)
     program = traced(source)
     weights = load_weights(program)
     shared = [name for name in meant if name in weights]
@@ -105,7 +99,7 @@ def test_weights_are_what_was_packed(made: Made, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_reads_what_was_packed(made: Made, kind: str) -> None:
     """By code of its own, though verification compares with it."""
-    source, meant = made[kind]
+    source, meant = made(kind)
     plain = PlainTensors(source)
     assert set(plain.names()) == set(meant)
     for name in meant:
@@ -117,7 +111,7 @@ def test_the_reference_reads_what_was_packed(made: Made, kind: str) -> None:
 def test_logits_are_those_of_transformers(made: Made, kind: str) -> None:
     if kind in ("fp8-tensor", "fp8-channel"):
         pytest.importorskip("compressed_tensors", reason="transformers needs it to load such weights")
-    source, _ = made[kind]
+    source, _ = made(kind)
     ids = zoo.batch()
     expected = transformers_model(source)(ids, use_cache=False).logits
     found = simulate(traced(source), ids, dtype=torch.float32)
@@ -181,7 +175,7 @@ def test_bitsandbytes_as_transformers_dequantizes_it(tmp_path: Path, kind: str, 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_ranges_of_quantized_weights(made: Made, kind: str) -> None:
-    source, _ = made[kind]
+    source, _ = made(kind)
     checkpoint = Checkpoint.open(source)
     draw = torch.Generator().manual_seed(0)
     for name, spec in traced(source).parameters.items():
@@ -212,7 +206,7 @@ def leaves(expression: Expression) -> list[Expression]:
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "bnb-nf4"])  # of which no part is read by itself
 def test_a_rank_reads_only_the_codes_of_its_range(made: Made, kind: str) -> None:
     """Half of the codes, where the half ends between two scales."""
-    source, _ = made[kind]
+    source, _ = made(kind)
     checkpoint, program = Checkpoint.open(source), traced(source)
     name = next(n for n in program.parameters if n.endswith(("gate_up_proj", "o_proj.weight")) and "layers.0" in n)
     if kind == "mxfp4":
@@ -231,7 +225,7 @@ def test_a_rank_reads_only_the_codes_of_its_range(made: Made, kind: str) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_adapted_checkpoint_keeps_them_and_ranks_read_its_ranges(made: Made, tmp_path: Path, kind: str) -> None:
-    source, meant = made[kind]
+    source, meant = made(kind)
     out = write(source, tmp_path / "out", recipe="ladder-upper-half" if kind == "fp8-blocks" else "tensor-parallel")
     before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
     assert list(after) == list(before)
@@ -297,7 +291,7 @@ def test_dequantized_weights_in_pieces_of_many_files(tmp_path: Path, monkeypatch
 
 
 def test_a_recipe_that_reorders_weights_needs_them_dequantized(made: Made, tmp_path: Path) -> None:
-    source, meant = made["fp8-blocks"]
+    source, meant = made("fp8-blocks")
     program = traced(source)
     permuted = TensorParallel().apply(Permute(round_robin=2).apply(program.with_(mesh={"tp": 2}, origin=program)))
     with pytest.raises(RewriterError, match=r"stored quantized.*--dequantize"):
@@ -396,7 +390,7 @@ def test_options_that_contradict_quantized_weights(
     made: Made, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(RewriterError, match=reason):
-        write(made["fp8-blocks"][0], tmp_path / "out", **options)
+        write(made("fp8-blocks")[0], tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -409,7 +403,7 @@ def test_nothing_to_dequantize(tmp_path: Path) -> None:
 def test_quantized_weights_are_not_trained(made: Made, tmp_path: Path) -> None:
     from rewriter.convert.rewritten_source import open_output
 
-    out = write(made["awq"][0], tmp_path / "out", "ladder-upper-half")
+    out = write(made("awq")[0], tmp_path / "out", "ladder-upper-half")
     with pytest.raises(RewriterError, match=r"are quantized, and cannot be trained. Rewrite with --dequantize"):
         open_output(out, trained=True)
 
@@ -422,7 +416,7 @@ def test_quantized_weights_are_not_trained(made: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_everything_is_verified_on_the_real_weights(made: Made, tmp_path: Path, kind: str, dequantize: bool) -> None:
     """At tp 2, FP8 blocks of 16 rows are cut: a rank has 56 channels of the MLP."""
-    out, source = tmp_path / "out", made[kind][0]
+    out, source = tmp_path / "out", made(kind)[0]
     report = convert(
         source, "ladder-upper-half", out=out, tp=2, options=SaveOptions(verify="full", dequantize=dequantize)
     )
