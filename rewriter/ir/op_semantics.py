@@ -181,6 +181,7 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("collective", "wait"), [ops.all_reduce_wait]),
     (Operator("collective", "gather"), [ops.all_gather, ops.gather_tokens]),
     (Operator("collective", "agreed"), [ops.agreed]),
+    (Operator("pointwise", "where_rewired", data=(1, 2)), [ops.where_rewired]),
     (Operator("collective"), [ops.repeat_shard, ops.own_shard, ops.shard_tokens]),
 )  # fmt: skip
 

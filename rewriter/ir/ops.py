@@ -144,6 +144,11 @@ def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
     return x
 
 
+def where_rewired(rewired_BS: torch.Tensor, rewired: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """`rewired` [B, S, ...] at tokens that are rewired, `exact` at the others: see `rewriter.ir.phases`."""
+    return torch.where(rewired_BS[..., None], rewired, exact)
+
+
 # --- collectives on a named mesh axis. On one device each is the identity; `simulate` gives them their meaning ---
 
 

@@ -21,6 +21,7 @@ from torch import fx, nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, ops
 from rewriter.ir.live_model import Host, load_host, opaque_modules
+from rewriter.ir.phases import REWIRED, has_both_phases, prompt_phase
 from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.kernels import dequantize_rows, parse_format, quantize_rows, slice_length
 
@@ -51,8 +52,12 @@ def simulate(
     weights: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
     host: nn.Module | None = None,
+    rewired: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Logits [B, S, vocabulary] of `program` for `input_ids` [B, S] (int64), all ranks in this process, no cache.
+
+    Where passes rewire the prompt alone, `program` is one of both wirings (`rewriter.both_wirings`) and `rewired`, bool
+    [B, S], says which tokens are rewired; by default the rows are prompts without padding.
 
     `weights` are full (unsharded) tensors by runtime name; by default they are read from the program's checkpoint and
     cast to `dtype`. `host` is the live model whose own modules compute what the program holds as opaque; by default it
@@ -61,10 +66,28 @@ def simulate(
     """
     if weights is None:
         weights = load_weights(program, dtype)
-    out = Simulator(program, weights, host).run(input_ids, position_ids)
+    given = _phases(program, input_ids, rewired)
+    out = Simulator(program, weights, host).run(input_ids, position_ids, given)
     if not out.replicated and not all(torch.equal(v, out[0]) for v in out.values):
         raise RewriterError("the ranks end with different logits: a reduction is missing")
     return out[0]
+
+
+def _phases(program: Program, input_ids: torch.Tensor, rewired: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    phase, both = prompt_phase(program), has_both_phases(program)
+    if both != (phase is not None):
+        raise RewriterError(
+            f"{program!r}: its passes rewire {phase}, and this is the wiring of rewired tokens alone. Simulate "
+            "rewriter.both_wirings(program)"
+        )
+    if phase is None:
+        if rewired is not None:
+            raise RewriterError(f"{program!r} computes all tokens alike: leave out `rewired`")
+        return {}
+    mask = phase.rewired(input_ids.shape[1]).to(input_ids.device) if rewired is None else rewired
+    if mask.dtype != torch.bool or mask.shape not in (input_ids.shape, (1, input_ids.shape[1])):
+        raise RewriterError(f"rewired: {mask.dtype} {list(mask.shape)}; expected bool {list(input_ids.shape)}")
+    return {REWIRED: mask.expand(input_ids.shape)}
 
 
 def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -133,6 +156,7 @@ class Simulator:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None, **(given or {})}
         self.device, self.length = input_ids.device, input_ids.shape[1]
+        self.rewired: torch.Tensor | None = inputs.get(REWIRED)
         placeholders = [str(n.target) for n in self.program.graph.nodes if n.op == "placeholder"]
         given_to_all: list[Shards] = [(RankValues((inputs[p],)),) for p in placeholders]
         out = self._graph(self.program.graph, given_to_all, "", None)
@@ -286,7 +310,7 @@ class Simulator:
         if target is ops.copy_to_group and not env[args_of(node)[0]].replicated:
             raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
         if target is ops.agreed and not env[args_of(node)[0]].replicated:
-            raise RewriterError(f"{node.name}: ranks hold different values where they have to agree")
+            return self._agreed(node, env[args_of(node)[0]])
         if target is ops.all_gather:
             return RankValues((torch.cat(env[args_of(node)[0]].values, dim=args_of(node)[2]),))
         if target is ops.own_shard:
@@ -308,6 +332,14 @@ class Simulator:
             return target(*args, **kwargs)  # type: ignore[operator]
 
         return self._each(apply, [env[n] for n in nodes])
+
+
+    def _agreed(self, node: fx.Node, value: RankValues) -> RankValues:
+        """Rank 0's of values that differ at most at rewired tokens, whose values are not read."""
+        exact = slice(0, 0) if self.rewired is None else ~self.rewired
+        if self.rewired is None or not all(torch.equal(x[exact], value[0][exact]) for x in value.values):
+            raise RewriterError(f"{node.name}: ranks hold different values where they have to agree")
+        return RankValues((value[0],))
 
 
 def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -247,7 +247,9 @@ class PassRecord:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        return {f.name: getattr(self.rewrite, f.name) for f in fields(self.rewrite)}
+        """The options of the pass; of those that many passes have (keyword-only fields), the ones that were set."""
+        values = {f: getattr(self.rewrite, f.name) for f in fields(self.rewrite)}
+        return {f.name: value for f, value in values.items() if not f.kw_only or value != f.default}
 
     def arguments(self) -> str:
         """The options as they would be written in a call; of a mapping (measured data) only its size."""

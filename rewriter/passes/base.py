@@ -64,6 +64,8 @@ class Pass(ABC):
 
     # Of scope "runtime": which partial sums a rank holds follows from it, so that it is part of a per-rank function.
     makes_partials: ClassVar[bool] = False
+    # It only changes when reductions begin and are waited for.
+    schedules: ClassVar[bool] = False
     # It shards the tokens of a sequence. Its option `tokens` is the length to plan for, or "auto".
     shards_tokens: ClassVar[bool] = False
     # The options that it needs next to its own on weights that it has changed already.

@@ -16,7 +16,8 @@ from rewriter.ir.communication import local_values
 from rewriter.ir.marks import UNSCHEDULED, Marks, Mode, in_stream, mark, marks, new_call, set_marks
 from rewriter.ir.op_semantics import aten
 from rewriter.ir.residual import Block, blocks_of, computes
-from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
+from rewriter.passes.base import Effect, LayerModes, Reducing, Scope, places_of, record
+from rewriter.passes.phases import PhasedPass
 from rewriter.passes.placement.units import AXIS, equal_runs
 from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
@@ -49,7 +50,7 @@ KEEP_SUM = _desynced(
 
 
 @dataclass(frozen=True)
-class Desync(Pass):
+class Desync(PhasedPass):
     """x_r ← x_r + f_r where a reduction is dropped (Ladder Residual, arXiv 2501.06589, section 5).
 
     In the selected `layers` the last of every `n` reductions in a row is kept (2: attention's are dropped; 4: the MLP's
@@ -87,12 +88,15 @@ class Desync(Pass):
     scope: ClassVar[Scope] = "per_rank"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.n is None) == (self.pattern is None):
             raise RewriterError("desync: give either n (keep the last of every n reductions) or a pattern")
         if self.n is not None and self.n < 2:
             raise RewriterError(f"desync: n={self.n} drops nothing: expected 2 or more")
         if self.pattern is not None and not any("drop" in layer for layer in self.pattern):
             raise RewriterError(f"desync: pattern {self.pattern} drops nothing")
+        if self.untie_norms and self.phase == "prompt":
+            raise RewriterError("desync: untie_norms gives norms weights that exact tokens lack: leave out phase: prompt")
 
     def apply(self, program: Program) -> Program:
         ranks = check_ranks(program, self.name)

@@ -11,14 +11,15 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.residual import Block, by_layer, residual_blocks
-from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Request, Scope, places_of, record
+from rewriter.passes.base import Effect, LayerModes, Reducing, Request, Scope, places_of, record
+from rewriter.passes.phases import PhasedPass
 from rewriter.passes.desync import desynchronise
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, ends_in_sum
 from rewriter.passes.selection import Selection, resolve, spans
 
 
 @dataclass(frozen=True)
-class DropSync(Pass):
+class DropSync(PhasedPass):
     """x_r = x + attn_r(norm1(x)), x ← x + AR(attn_r + mlp_r(norm2(x_r))) (SPD, arXiv 2502.20727, sections 3 and 4).
 
     The attention's partial stays on its rank until the MLP's reduction brings it along: one all-reduce instead of two,
@@ -42,6 +43,7 @@ class DropSync(Pass):
     scope: ClassVar[Scope] = "per_rank"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.drop > 0 or (isinstance(self.drop, float) and self.drop > 1):
             raise RewriterError(f"drop: {self.drop}; expected a number of layers from 1, or a fraction in (0, 1].")
         if self.sensitivity is not None and not all(c is None or 0 <= c < math.inf for c in self.sensitivity):
@@ -70,7 +72,7 @@ class DropSync(Pass):
         return [set(self.chosen(count))]
 
     def shrunken(self, kept: Sequence[int], count: int, plan: SequencePlan | None = None) -> Sequence[Pass]:
-        return [DropSync(layers=places_of(self.chosen(count), kept))]
+        return [replace(self, drop=0.5, sensitivity=None, layers=places_of(self.chosen(count), kept))]
 
     def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
         """The first reduction of each chosen layer goes."""

@@ -27,6 +27,7 @@ from rewriter.ir import (
     placeholders,
 )
 from rewriter.ir.marks import mark, marks, set_marks
+from rewriter.ir.phases import prompt_phase
 from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
 from rewriter.passes.placement.projections import is_entry, outputs_layout, resized
 from rewriter.weights.expressions import Concat
@@ -79,17 +80,18 @@ class _Fuser:
 
     def merge(self) -> None:
         """Make bodies of one block that read the same value one, where their projections can be one."""
-        groups: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+        groups: dict[tuple[fx.Node, int, int | None], list[fx.Node]] = {}
+        apart = self._exact_blocks()
         for node in self.graph.nodes:
             body = called_module(node, self.modules)
             block = marks(node).block
             if isinstance(body, Body) and body.outputs == 1 and not body.stored and block is not None:
                 for index, value in enumerate(node.all_input_nodes):
                     if entries(body, index):
-                        groups.setdefault((value, block), []).append(node)
+                        groups.setdefault((value, block, apart.get(str(node.target))), []).append(node)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         done: dict[tuple[object, ...], Body] = {}
-        for (value, _), calls in groups.items():
+        for (value, *_), calls in groups.items():
             first = order[calls[0]]
             if len(calls) < 2 or any(order[n] > first for c in calls for n in c.all_input_nodes):
                 continue
@@ -100,6 +102,13 @@ class _Fuser:
                 self.apart.setdefault(f"its {names} stay apart: {reason}", []).append(layer)
             else:
                 self._merge(calls, done)
+
+    def _exact_blocks(self) -> dict[str, int | None]:
+        """By path, the block of a module as traced, where exact tokens keep that: they call its bodies one by one."""
+        if prompt_phase(self.program) is None:
+            return {}
+        traced = (self.program.origin or self.program).graph.nodes
+        return {str(n.target): marks(n).block for n in traced if n.op == "call_module"}
 
     def _merge(self, calls: Sequence[fx.Node], done: dict[tuple[object, ...], Body]) -> None:
         paths = [str(c.target) for c in calls]

@@ -9,7 +9,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode, mark
 from rewriter.ir.residual import stream_values
-from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, record
+from rewriter.passes.base import Effect, LayerModes, Reducing, Scope, record
+from rewriter.passes.phases import PhasedPass
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, settle_reads
 from rewriter.passes.selection import Selection, resolve
 
@@ -23,7 +24,7 @@ OWN_PARTIAL = Mode(
 
 
 @dataclass(frozen=True)
-class Ladder(Pass):
+class Ladder(PhasedPass):
     """x_{i+1} = h_{i+1}(x_{i-1}) + x_i (Ladder Residual, arXiv 2501.06589, Eq. 2 and Alg. 1).
 
     `layers` selects decoder layers. In a selected layer each block reads the stream value before the one it would read,

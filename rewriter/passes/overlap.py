@@ -39,6 +39,7 @@ class Overlap(Pass):
     name: ClassVar[str] = "overlap"
     effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
+    schedules: ClassVar[bool] = True
 
     def apply(self, program: Program) -> Program:
         reductions = [n for n in program.graph.nodes if n.target is ops.all_reduce and marks(n).layer is not None]

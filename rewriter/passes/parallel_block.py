@@ -13,7 +13,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, bypass
 from rewriter.ir.marks import Marks, Mode, in_stream, mark, marks, new_call, stream_index
 from rewriter.ir.residual import Block, blocks_of, by_layer, computes, read_index
-from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, record
+from rewriter.passes.base import Effect, LayerModes, Reducing, record
+from rewriter.passes.phases import PhasedPass
 from rewriter.passes.residual_rewrite import chosen_blocks, replace_stream_value, settle_reads
 from rewriter.passes.selection import Selection, resolve
 
@@ -21,7 +22,7 @@ PARALLEL = Mode("parallel", "reads what the block beside it reads", "Parallel")
 
 
 @dataclass(frozen=True)
-class ParallelBlock(Pass):
+class ParallelBlock(PhasedPass):
     """x ← x + attn(norm(x)) + mlp(norm(x)) (PaLM, arXiv 2204.02311, section 2; GPT-J).
 
     In the selected `layers` the MLP reads what attention reads. `norm` says which norm serves both: "attention" or

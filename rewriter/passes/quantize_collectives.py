@@ -13,14 +13,15 @@ from rewriter.ir import Program, args_of, ops, reachable
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.op_semantics import starts_sum
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
-from rewriter.passes.base import Effect, Pass, Scope, record
+from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.phases import PhasedPass
 from rewriter.passes.selection import Selection, resolve
 from rewriter.passes.sequence.sequence_plans import AXIS, attention_shapes, sequence_plan
 from rewriter.passes.sequence_parallel import replanned
 
 
 @dataclass(frozen=True)
-class QuantizeCollectives(Pass):
+class QuantizeCollectives(PhasedPass):
     """AR(f) → D(Q(f_p + Σ_{r≠p} D(Q(f_r)))) for the slice that rank p owns (ZeRO++, arXiv 2306.10209, section 3.3, in
     one hop; Q quantizes in blocks with a scale each, D is its inverse).
 
@@ -61,6 +62,7 @@ class QuantizeCollectives(Pass):
     scope: ClassVar[Scope] = "runtime"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if "/" in self.format:
             inside, _, between = self.format.partition("/")
             raise RewriterError(
@@ -73,6 +75,8 @@ class QuantizeCollectives(Pass):
             raise RewriterError(f"format: {error}") from None
         if self.min_bytes < 0:
             raise RewriterError(f"min_bytes: {self.min_bytes}; expected a number of bytes from 0 (quantize everything)")
+        if self.axis == AXIS and self.phase == "prompt":
+            raise RewriterError("phase: prompt; over sp, the keys and values of all tokens travel alike. Leave it out")
         if self.axis == AXIS and self.layers != "all":
             raise RewriterError(
                 f"layers: {self.layers}; over sp, the keys and values of all layers travel alike. Leave it out"
