@@ -33,7 +33,8 @@ from rewriter.ir import Program
 from rewriter.ir.communication import collectives
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.kernels import parse_format
-from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.base import bound_ranks
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import library

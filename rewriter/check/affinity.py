@@ -23,8 +23,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.run_context import ProgressCall, silent
 from rewriter.ir import Module, Program, walk_modules
 from rewriter.ir.simulate import RankValues, Simulator, load_weights
-from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.base import bound_ranks
 from rewriter.passes.permute import DIGITS, PermutableUnits, moved_units, order_of, permutable_units
+from rewriter.passes.phases import single_device
 from rewriter.passes.placement.projections import is_row_split
 from rewriter.recipes.apply import apply_recipe
 

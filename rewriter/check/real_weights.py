@@ -32,7 +32,8 @@ from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.output.manifest import Drift
 from rewriter.output.names import ranks_of
-from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.base import bound_ranks
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized, least_quantized
 from rewriter.tracing.meta_model import build_on_meta
 from rewriter.tracing.parameters import checkpoint_expressions

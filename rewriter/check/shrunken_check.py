@@ -27,7 +27,8 @@ from rewriter.ir import Program
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.simulate import simulate
 from rewriter.output.names import mesh_name, ranks_of
-from rewriter.passes.base import Pass, bound_ranks, single_device
+from rewriter.passes.base import Pass, bound_ranks
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.tracing import trace
 from rewriter.tracing.shrink import depth, representatives, shrink

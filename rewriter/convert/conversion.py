@@ -31,7 +31,7 @@ from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
 from rewriter.output.manifest import GOLDEN, AdaptationEntry, Drift, Golden, Manifest, SourceEntry, read_manifest
 from rewriter.output.names import MANIFEST, mesh_name
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.recipes.apply import apply_recipe, check_bound, load_recipe
 from rewriter.weights.early_copies import EarlyCopies

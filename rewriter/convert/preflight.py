@@ -19,7 +19,7 @@ from rewriter.emit.files.output_files import PlannedFiles
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
 from rewriter.output.names import ranks_of
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.weights.early_copies import EarlyCopies, reflinks
 from rewriter.weights.streaming import KEPT

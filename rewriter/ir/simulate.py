@@ -333,7 +333,6 @@ class Simulator:
 
         return self._each(apply, [env[n] for n in nodes])
 
-
     def _agreed(self, node: fx.Node, value: RankValues) -> RankValues:
         """Rank 0's of values that differ at most at rewired tokens, whose values are not read."""
         exact = slice(0, 0) if self.rewired is None else ~self.rewired

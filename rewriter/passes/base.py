@@ -151,18 +151,3 @@ def with_paths(reasons: Mapping[str, Sequence[str]], what: str = "") -> tuple[st
 def bound_ranks(program: Program) -> int | None:
     """The number of ranks that the function of `program` is bound to; None where it is the same on any number."""
     return program.mesh["tp"] if "per_rank" in scopes(program) else None
-
-
-def single_device(program: Program) -> Program:
-    """The program that the adapted checkpoint computes: with its passes of scope "model" alone, on one device.
-
-    A program that is bound to its ranks stays sharded: what each rank holds has to be computed. Passes of scope
-    "runtime" that only schedule communication are left out there too.
-    """
-    bound = bound_ranks(program) is not None
-    single = (program.origin or program).with_(mesh={"tp": program.mesh["tp"]} if bound else {})
-    for entry in program.history:
-        rewrite = entry.rewrite
-        if rewrite.scope != "runtime" or (bound and rewrite.makes_partials):
-            single = rewrite.apply(single)
-    return single

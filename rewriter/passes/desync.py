@@ -16,7 +16,7 @@ from rewriter.ir.communication import local_values
 from rewriter.ir.marks import UNSCHEDULED, Marks, Mode, in_stream, mark, marks, new_call, set_marks
 from rewriter.ir.op_semantics import aten
 from rewriter.ir.residual import Block, blocks_of, computes
-from rewriter.passes.base import Effect, LayerModes, Reducing, Scope, places_of, record
+from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
 from rewriter.passes.phases import PhasedPass
 from rewriter.passes.placement.units import AXIS, equal_runs
 from rewriter.passes.quantize_collectives import STREAM
@@ -96,7 +96,9 @@ class Desync(PhasedPass):
         if self.pattern is not None and not any("drop" in layer for layer in self.pattern):
             raise RewriterError(f"desync: pattern {self.pattern} drops nothing")
         if self.untie_norms and self.phase == "prompt":
-            raise RewriterError("desync: untie_norms gives norms weights that exact tokens lack: leave out phase: prompt")
+            raise RewriterError("desync: untie_norms gives norms weights that exact tokens lack. Leave out phase: prompt")
+                "desync: untie_norms gives norms weights that exact tokens lack: leave out phase: prompt"
+            )
 
     def apply(self, program: Program) -> Program:
         ranks = check_ranks(program, self.name)

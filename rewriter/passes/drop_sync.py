@@ -11,9 +11,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.residual import Block, by_layer, residual_blocks
-from rewriter.passes.base import Effect, LayerModes, Reducing, Request, Scope, places_of, record
-from rewriter.passes.phases import PhasedPass
+from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Request, Scope, places_of, record
 from rewriter.passes.desync import desynchronise
+from rewriter.passes.phases import PhasedPass
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, ends_in_sum
 from rewriter.passes.selection import Selection, resolve, spans
 

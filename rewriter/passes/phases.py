@@ -22,7 +22,7 @@ from rewriter.ir.marks import Marks, in_stream, mark, marks, new_call
 from rewriter.ir.op_semantics import ends_collective
 from rewriter.ir.phases import REWIRED, Phase, has_both_phases, is_phased, prompt_phase
 from rewriter.ir.residual import stream_values
-from rewriter.passes.base import Pass
+from rewriter.passes.base import Pass, bound_ranks
 from rewriter.passes.placement.units import AXIS
 from rewriter.passes.sequence.sequence_plans import AXIS as SEQUENCE_AXIS
 from rewriter.passes.sequence.sequence_plans import sequence_plan
@@ -86,6 +86,22 @@ def _without(program: Program, left_out: Callable[[Any], bool]) -> Program:
         if not left_out(entry.rewrite):
             made = entry.rewrite.apply(made)
     return made
+
+
+def single_device(program: Program) -> Program:
+    """The program that the adapted checkpoint computes: with its passes of scope "model" alone, on one device.
+
+    A program that is bound to its ranks stays sharded: what each rank holds has to be computed. Passes of scope
+    "runtime" that only schedule communication are left out there too. Where passes rewire the prompt alone, it has the
+    wirings of both phases.
+    """
+    bound = bound_ranks(program) is not None
+    single = (program.origin or program).with_(mesh={"tp": program.mesh["tp"]} if bound else {})
+    for entry in program.history:
+        rewrite = entry.rewrite
+        if rewrite.scope != "runtime" or (bound and rewrite.makes_partials):
+            single = rewrite.apply(single)
+    return both_wirings(single)
 
 
 # --- the exact wiring over modules that the passes of the prompt made
@@ -232,7 +248,7 @@ class _Merge:
             self.env |= dict.fromkeys(context, self.graph.node_copy(context[0]))
         plan = sequence_plan(self.wirings[True])
         if plan is not None:
-            self.rewired = self.graph.call_function(ops.shard_tokens, (self.rewired, SEQUENCE_AXIS, plan))
+            self.rewired = new_call(self.graph, Marks(), ops.shard_tokens, self.rewired, SEQUENCE_AXIS, plan)
 
     def _of(self, node: fx.Node, phase: bool) -> fx.Node:
         """The merged value that stands for `node` of a wiring."""

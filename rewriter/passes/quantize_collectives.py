@@ -13,7 +13,7 @@ from rewriter.ir import Program, args_of, ops, reachable
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.op_semantics import starts_sum
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.phases import PhasedPass
 from rewriter.passes.selection import Selection, resolve
 from rewriter.passes.sequence.sequence_plans import AXIS, attention_shapes, sequence_plan

@@ -30,7 +30,8 @@ from rewriter.ir.communication import collectives, quantized, sent_bytes
 from rewriter.ir.marks import marks
 from rewriter.ir.simulate import simulate
 from rewriter.kernels import dequantize, parse_format, quantize, slice_length
-from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.base import bound_ranks
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe

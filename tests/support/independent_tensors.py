@@ -33,7 +33,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program
 from rewriter.ir.simulate import RankValues, Simulator, load_weights, simulate
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.tracing.parameters import checkpoint_expressions
 from rewriter.weights import Checkpoint

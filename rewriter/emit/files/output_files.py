@@ -23,7 +23,8 @@ from rewriter.emit.wiring_config import sentences
 from rewriter.ir import Program
 from rewriter.output.manifest import FileHeader, PerRank, Runtime, SequenceEntry
 from rewriter.output.names import mesh_name
-from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.base import bound_ranks
+from rewriter.passes.phases import single_device
 from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, torch_dtype

@@ -23,7 +23,8 @@ from rewriter.emit.python_source import camel, free_name, identifier
 from rewriter.emit.wiring_config import BlockMode, layer_modes, wiring_config
 from rewriter.ir import Program, Source
 from rewriter.ir.residual import residual_blocks
-from rewriter.passes.base import bound_ranks, scopes, single_device
+from rewriter.passes.base import bound_ranks, scopes
+from rewriter.passes.phases import single_device
 
 
 @dataclass(frozen=True)

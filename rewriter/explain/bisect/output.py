@@ -33,7 +33,7 @@ from rewriter.ir import Program, walk_modules
 from rewriter.ir.simulate import load_weights
 from rewriter.output.manifest import read_manifest
 from rewriter.output.names import mesh_name, ranks_of
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Expression, Tensor

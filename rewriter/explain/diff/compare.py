@@ -27,7 +27,7 @@ from rewriter.ir.communication import collectives, summary
 from rewriter.ir.layer_drawing import layers_drawing
 from rewriter.output.manifest import Manifest, read_manifest
 from rewriter.output.names import MANIFEST, mesh_name
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, load_recipe

@@ -17,7 +17,7 @@ from rewriter.ir import Program
 from rewriter.ir.live_model import opaque_modules
 from rewriter.ir.residual import by_layer, residual_blocks
 from rewriter.ir.simulate import RankValues, Simulator
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.predict.search.choices import Mix, recipe_of

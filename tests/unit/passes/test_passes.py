@@ -19,7 +19,7 @@ from rewriter.ir import ops
 from rewriter.ir.marks import marks
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.tracing import trace
 
 

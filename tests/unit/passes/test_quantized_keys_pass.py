@@ -27,7 +27,7 @@ from rewriter.ir import Program
 from rewriter.ir.simulate import simulate
 from rewriter.kernels import dequantize, quantize
 from rewriter.passes import available
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact, is_quantized
 from rewriter.passes.sequence.sequence_plans import bytes_per_token, sequence_plan
 

@@ -13,7 +13,8 @@ from rewriter.ir import ops
 from rewriter.ir.marks import marks
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
-from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.base import bound_ranks
+from rewriter.passes.phases import single_device
 from rewriter.recipes.apply import lint
 from rewriter.tracing import trace
 

@@ -16,7 +16,7 @@ from rewriter.check.coverage.configs import small_config
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, ops
 from rewriter.ir.simulate import simulate
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe

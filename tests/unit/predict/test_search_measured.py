@@ -13,7 +13,7 @@ from rewriter.api import convert, load
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
-from rewriter.passes.base import single_device
+from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.predict.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
 from rewriter.predict.search.computed import Computed, WindowChange
