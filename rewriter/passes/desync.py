@@ -96,8 +96,8 @@ class Desync(PhasedPass):
         if self.pattern is not None and not any("drop" in layer for layer in self.pattern):
             raise RewriterError(f"desync: pattern {self.pattern} drops nothing")
         if self.untie_norms and self.phase == "prompt":
-            raise RewriterError("desync: untie_norms gives norms weights that exact tokens lack. Leave out phase: prompt")
-                "desync: untie_norms gives norms weights that exact tokens lack: leave out phase: prompt"
+            raise RewriterError(
+                "desync: untie_norms gives norms weights that exact tokens lack. Leave out phase: prompt"
             )
 
     def apply(self, program: Program) -> Program:
