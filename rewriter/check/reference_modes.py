@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rewriter.check.per_rank_reference import LayerMode, PerRankReference, Shares
+from rewriter.check.exit_shares import Shares
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.stream_hooks import Structure, find_structure
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
+from rewriter.ir.phases import agreed_phase, is_phased
 from rewriter.ir.simulate import load_weights
 
 
@@ -47,8 +49,13 @@ class ModelReference:
         return "original model" if self.exact else "its reference"
 
     @torch.no_grad()
-    def logits(self, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, vocabulary] that the rewritten `model` (eager, unmodified, in eval mode) has to give."""
+    def logits(
+        self, model: PreTrainedModel, ids: torch.Tensor, rewired: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [B, S, vocabulary] that the rewritten `model` (eager, unmodified, in eval mode) has to give.
+
+        Where passes rewire the prompt alone, `rewired` (bool [B, S]) says at which tokens; by default rows are prompts.
+        """
         if self.exact:
             return original_logits(model, ids)
         if self.passes[0].oracle is not None:
@@ -58,9 +65,16 @@ class ModelReference:
                 return original_logits(model, ids)
         if id(model) not in self._built:
             ordered = self.ordered(model)
-            mix = layer_modes(ordered, self.passes, self.whole)
-            self._built = {id(model): PerRankReference(ordered, mix, self.ranks, whole=self.whole)}
-        return self._built[id(model)](ids)
+            mix, exact = (layer_modes(ordered, p, self.whole) for p in (self.passes, self._of_all_tokens))
+            self._built = {id(model): PerRankReference(ordered, mix, self.ranks, exact=exact, whole=self.whole)}
+        phase = agreed_phase(self.passes)
+        if rewired is None and phase is not None:
+            rewired = phase.rewired(ids.shape[1]).expand(ids.shape)
+        return self._built[id(model)](ids, rewired)
+
+    @property
+    def _of_all_tokens(self) -> list[Any]:
+        return [p for p in self.passes if not is_phased(p)]
 
     def ordered(self, model: PreTrainedModel) -> PreTrainedModel:
         """`model`, or a copy with heads and channels in the order in which ranks get them: it has to compute the same.

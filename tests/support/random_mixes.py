@@ -36,7 +36,7 @@ def check_mixes(rng: random.Random, drawn: draws.Architecture, mixes: Sequence[d
         reference = PerRankReference(model, chosen.modes(), chosen.ranks, whole=drawn.whole(chosen.ranks))
         expected = reference(ids)
         case = f"{drawn.config}\n{chosen}"
-        changed = any(step.since < b or (step.split and not step.keep) for b, step in enumerate(reference.steps))
+        changed = any(step.since < b or (step.split and not step.keep) for b, step in enumerate(reference.steps[0]))
         difference = relative_error(expected, original)
         assert difference >= DIFFERENT if changed else difference <= SAME, case
         assert relative_error(simulate(rewritten, ids, weights=weights), expected) <= SAME, case
