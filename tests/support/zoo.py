@@ -146,6 +146,12 @@ _VARIANTS: Mapping[str, dict[str, Any]] = MappingProxyType(
     }
 )
 
+# What three ranks divide: families are named "llama@3" then.
+_BY_THREE: dict[str, Any] = {
+    "hidden_size": 96, "n_embd": 96, "num_attention_heads": 6, "n_head": 6, "num_key_value_heads": 3,
+    "intermediate_size": 144, "moe_intermediate_size": 48, "num_experts": 6,
+}  # fmt: skip
+
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 VARIANTS: tuple[str, ...] = tuple(_VARIANTS)
 # One family of each kind: grouped heads; biases and an uneven vocabulary; fused and transposed projections with learned
@@ -155,8 +161,12 @@ KINDS = ("llama", "qwen2", "gpt2", "gpt_neox", "gemma2", "gemma3_text", "olmo2",
 
 
 def config(name: str) -> PretrainedConfig:
-    """A fresh config of `name`, one of FAMILIES or VARIANTS."""
+    """A fresh config of `name`, one of FAMILIES or VARIANTS; with "@3" behind it, of sizes that three ranks divide."""
     found = {**_CONFIGS, **_VARIANTS}
+    name, _, ranks = name.partition("@")
+    if ranks:
+        changes = {key: value for key, value in _BY_THREE.items() if key in found[name]}
+        return AutoConfig.for_model(**found[name] | changes)
     if name not in found:
         raise KeyError(f"no family {name!r} in the zoo; there are {', '.join(found)}")
     return AutoConfig.for_model(**found[name])
