@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rewriter.convert.save_options import SaveOptions
     from rewriter.ir import Program
     from rewriter.ir.simulate import simulate
+    from rewriter.passes.phases import both_wirings
     from rewriter.predict.workload import Cluster, Workload
     from rewriter.recipes import Recipe
     from rewriter.tracing import trace
@@ -38,6 +39,7 @@ __all__ = [
     "VerificationError",
     "Workload",
     "__version__",
+    "both_wirings",
     "load",
     "rewrite",
     "save",
@@ -53,6 +55,7 @@ _HOME = {
     "RunContext": "rewriter.common.run_context",
     "SaveOptions": "rewriter.convert.save_options",
     "Workload": "rewriter.predict.workload",
+    "both_wirings": "rewriter.passes.phases",
     "load": "rewriter.api",
     "rewrite": "rewriter.api",
     "save": "rewriter.api",

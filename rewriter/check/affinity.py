@@ -25,7 +25,7 @@ from rewriter.ir import Module, Program, walk_modules
 from rewriter.ir.simulate import RankValues, Simulator, load_weights
 from rewriter.passes.base import bound_ranks
 from rewriter.passes.permute import DIGITS, PermutableUnits, moved_units, order_of, permutable_units
-from rewriter.passes.phases import single_device
+from rewriter.passes.phases import for_all_tokens, single_device
 from rewriter.passes.placement.projections import is_row_split
 from rewriter.recipes.apply import apply_recipe
 
@@ -59,7 +59,8 @@ class Affinity:
 
 
 def measurable(program: Program, recipe: Recipe, ranks: int) -> Program | None:
-    """`program` (as traced) after the passes of `recipe` that say what ranks compute; None where all compute the same.
+    """`program` (as traced) after the passes of `recipe` that say what ranks compute, for all tokens; None where all
+    compute the same.
 
     None, too, for a recipe that cannot be applied: whoever applies it says why.
     """
@@ -68,7 +69,7 @@ def measurable(program: Program, recipe: Recipe, ranks: int) -> Program | None:
         rewritten, _ = apply_recipe(program, recipe, ranks, disable=runtime)
     except RewriterError:
         return None
-    return None if bound_ranks(rewritten) is None else single_device(rewritten)
+    return None if bound_ranks(rewritten) is None else single_device(for_all_tokens(rewritten))
 
 
 @torch.no_grad()

@@ -15,8 +15,10 @@ from rewriter.common.files import read_json
 from rewriter.common.text_settings import check_tokens, context_length, vocabulary_size
 from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import Program
+from rewriter.ir.phases import prompt_phase
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.output.manifest import Drift
+from rewriter.passes.phases import both_wirings
 from rewriter.tracing.meta_model import needs_own_code
 
 CALIBRATION = Path(__file__).with_name("calibration.txt")
@@ -84,9 +86,10 @@ def drift(
 ) -> Drift:
     """Compare two programs over one checkpoint on `tokens`, int64 [T]; a sharded one is computed on all its ranks.
 
-    The tokens are read in windows without overlap, of 256 or as many as the model has positions. `weights` are full
-    fp32 tensors by runtime name, `rewritten_weights` those of the rewritten program where they differ (a pass may fuse
-    or repeat parameters); by default the checkpoint is read. Raises RewriterError for fewer than two tokens or a
+    The tokens are read in windows without overlap, of 256 or as many as the model has positions. Where passes rewire
+    the prompt alone, four fifths of a window (of 320 then) are a prompt, and what comes after it counts. `weights` are
+    full fp32 tensors by runtime name, `rewritten_weights` those of the rewritten program where they differ (a pass may
+    fuse or repeat parameters); by default the checkpoint is read. Raises RewriterError for fewer than two tokens or a
     program without weights.
     """
     if tokens.ndim != 1 or len(tokens) < 2:
@@ -95,14 +98,29 @@ def drift(
         weights = load_weights(original, torch.float32)
     if rewritten_weights is None:
         rewritten_weights = other_weights(rewritten, original, weights)
-    sums = DriftSums()
-    for window in windows(original, tokens):
-        before, after = (
-            simulate(program, window[None], weights=tensors)[0]
-            for program, tensors in ((original, weights), (rewritten, rewritten_weights))
-        )
-        sums.add(window, before, after)
-    return sums.result(text)
+    sums, rewritten = DriftSums(), both_wirings(rewritten)
+    pieces = read_in(original, rewritten, tokens)
+    for window, prompt in pieces:
+        before = simulate(original, window[None], weights=weights)[0]
+        phase = prompt_phase(rewritten)
+        rewired = None if phase is None else phase.rewired(len(window), prompt=prompt)
+        after = simulate(rewritten, window[None], weights=rewritten_weights, rewired=rewired)[0]
+        first = max(prompt - 1, 0)  # the last token of a prompt is the first whose logits count
+        sums.add(window[first:], before[first:], after[first:])
+    return sums.result(text + (f", after prompts of {pieces[0][1]}" if pieces[0][1] else ""))
+
+
+def read_in(original: Program, rewritten: Program, tokens: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """`tokens`, int64 [T], in windows, and how many tokens of each are a prompt, whose own logits do not count.
+
+    0 where all tokens are computed alike. Else a fifth of each window, of 320 tokens or as many as there are or the
+    model has positions, comes after the prompt.
+    """
+    if prompt_phase(rewritten) is None:
+        return [(window, 0) for window in windows(original, tokens)]
+    length = min(WINDOW * 5 // 4, context_length(original.source.config), len(tokens))
+    prompt = length * 4 // 5
+    return [(window, prompt) for window in tokens.split(length) if len(window) > prompt]
 
 
 def windows(program: Program, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -201,16 +219,20 @@ def _config_without_code(directory: Path) -> Any | None:
 
 
 def golden_tokens(program: Program) -> torch.Tensor:
-    """The fixed short sequence of golden logits: int64 [1, 16], spread over the vocabulary."""
-    vocabulary = vocabulary_of(program)
-    steps = torch.arange(1, GOLDEN_TOKENS + 1)
+    """The fixed short sequence of golden logits: int64 [1, 16], spread over the vocabulary.
+
+    Where passes rewire the prompt alone, it has 16 rewired tokens as far as the model has positions.
+    """
+    vocabulary, phase = vocabulary_of(program), prompt_phase(program)
+    count = GOLDEN_TOKENS + (phase.exact_head + phase.exact_tail if phase is not None else 0)
+    steps = torch.arange(1, min(count, context_length(program.source.config)) + 1)
     return ((steps * 7919 + steps * steps * 104729) % vocabulary)[None]
 
 
 @torch.no_grad()
 def golden_logits(program: Program, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Logits [vocabulary], fp32, of a single-device program after the golden tokens: they depend on all of them."""
-    return simulate(program, golden_tokens(program), weights=weights)[0, -1].float().contiguous()
+    return simulate(both_wirings(program), golden_tokens(program), weights=weights)[0, -1].float().contiguous()
 
 
 def parameter_count(program: Program) -> int:

@@ -13,7 +13,6 @@ from rewriter.check import subprocess_logits
 from rewriter.check.asked_passes import asked_passes
 from rewriter.check.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
 from rewriter.check.drift import (
-    GOLDEN_TOKENS,
     calibration_tokens,
     drift,
     golden_logits,
@@ -33,7 +32,7 @@ from rewriter.ir.simulate import load_weights, simulate
 from rewriter.output.manifest import Drift
 from rewriter.output.names import ranks_of
 from rewriter.passes.base import bound_ranks
-from rewriter.passes.phases import single_device
+from rewriter.passes.phases import both_wirings, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized, least_quantized
 from rewriter.tracing.meta_model import build_on_meta
 from rewriter.tracing.parameters import checkpoint_expressions
@@ -87,8 +86,8 @@ class RealWeights:
         """The ranks' logits for `ids`; None where no message of that many tokens is quantized."""
         if not is_quantized(self.program):
             return None
-        weights = self._weights_of(self.program)
-        exactly, logits = (simulate(program, ids, weights=weights) for program in (exact(self.program), self.program))
+        both, weights = both_wirings(self.program), self._weights_of(self.program)
+        exactly, logits = (simulate(program, ids, weights=weights) for program in (exact(both), both))
         return None if torch.equal(exactly, logits) else logits
 
     def drift(self, verification: Verification, text: str | None) -> Drift | None:
@@ -105,7 +104,7 @@ class RealWeights:
         original = self.program.origin or self.program
         rewritten = self.single
         if is_quantized(self.program):
-            rewritten = always_quantized(self.program)
+            rewritten = always_quantized(both_wirings(self.program))
             verification.notes.append(SHARDED_DRIFT)
         before, after = other_weights(original, self.single, self.stored), self._weights_of(rewritten)
         return drift(original, rewritten, tokens, weights=before, rewritten_weights=after, text=what)
@@ -207,7 +206,7 @@ def compare_ranks(
             "--dtype, needs the package accelerate"
         )
         return
-    if least_quantized(program) < GOLDEN_TOKENS * LARGEST_WIDTH * 4:
+    if least_quantized(program) < golden_tokens(program).numel() * LARGEST_WIDTH * 4:
         verification.notes.append(
             "ranks did not run on the real weights: they quantize short messages. Use --verify full"
         )

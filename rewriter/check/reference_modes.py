@@ -49,9 +49,7 @@ class ModelReference:
         return "original model" if self.exact else "its reference"
 
     @torch.no_grad()
-    def logits(
-        self, model: PreTrainedModel, ids: torch.Tensor, rewired: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def logits(self, model: PreTrainedModel, ids: torch.Tensor, rewired: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, S, vocabulary] that the rewritten `model` (eager, unmodified, in eval mode) has to give.
 
         Where passes rewire the prompt alone, `rewired` (bool [B, S]) says at which tokens; by default rows are prompts.

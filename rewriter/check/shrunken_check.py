@@ -28,7 +28,7 @@ from rewriter.ir.ops import SequencePlan
 from rewriter.ir.simulate import simulate
 from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.base import Pass, bound_ranks
-from rewriter.passes.phases import single_device
+from rewriter.passes.phases import both_wirings, single_device, with_short_ends
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.tracing import trace
 from rewriter.tracing.shrink import depth, representatives, shrink
@@ -72,7 +72,7 @@ def check_shrunken(
     result = Verification()
     count = depth(config)
     kept = representatives(config, [kind for p in passes for kind in p.kinds_of_layers(count)])
-    mapped = [small for p in passes for small in p.shrunken(kept, count, plan)]
+    mapped = [with_short_ends(small) for p in passes for small in p.shrunken(kept, count, plan)]
     mesh = {"tp": ranks, **({} if plan is None else {"sp": plan.ranks})}
     small = shrink(config, kept, ranks, exchanged=1 if plan is None else plan.grid[0])
     batches = [random_ids(small, length) for length in test_lengths(small)]
@@ -93,13 +93,14 @@ def check_shrunken(
         quantized: list[torch.Tensor] | None = None
         if ranks_of(mesh) > 1:
             progress(f"shrunken check: simulating {on_ranks(mesh)}")
+            both = both_wirings(program)
             there = "1 device" if bound_ranks(program) is None else f"{ranks} ranks on 1 device"
             sums = ", with exact sums" if is_quantized(program) else ""
             for ids, logits in zip(batches, expected, strict=True):
                 name = f"{on_ranks(mesh, 'simulated ')}{sums} = {there}"
-                result.require(name, simulate(exact(program), ids, host=model), logits, RANKS)
+                result.require(name, simulate(exact(both), ids, host=model), logits, RANKS)
             if is_quantized(program):
-                quantized = [simulate(program, ids, host=model) for ids in batches]
+                quantized = [simulate(both, ids, host=model) for ids in batches]
         if write is not None:
             progress("shrunken check: emitting")
             out = scratch / "out"

@@ -66,28 +66,29 @@ def simulate(
     """
     if weights is None:
         weights = load_weights(program, dtype)
-    given = _phases(program, input_ids, rewired)
+    if prompt_phase(program) is not None and not has_both_phases(program):
+        raise RewriterError(
+            f"{program!r}: its passes rewire {prompt_phase(program)}, and this is the wiring of rewired tokens alone. "
+            "Simulate rewriter.both_wirings(program)"
+        )
+    given = {} if rewired is None else {REWIRED: rewired}
     out = Simulator(program, weights, host).run(input_ids, position_ids, given)
     if not out.replicated and not all(torch.equal(v, out[0]) for v in out.values):
         raise RewriterError("the ranks end with different logits: a reduction is missing")
     return out[0]
 
 
-def _phases(program: Program, input_ids: torch.Tensor, rewired: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    phase, both = prompt_phase(program), has_both_phases(program)
-    if both != (phase is not None):
-        raise RewriterError(
-            f"{program!r}: its passes rewire {phase}, and this is the wiring of rewired tokens alone. Simulate "
-            "rewriter.both_wirings(program)"
-        )
-    if phase is None:
+def _mask(program: Program, input_ids: torch.Tensor, rewired: torch.Tensor | None) -> torch.Tensor | None:
+    """bool [B, S], the tokens that are rewired: those given, or those of prompts; None where all are computed alike."""
+    phase = prompt_phase(program)
+    if phase is None or not has_both_phases(program):
         if rewired is not None:
             raise RewriterError(f"{program!r} computes all tokens alike: leave out `rewired`")
-        return {}
+        return None
     mask = phase.rewired(input_ids.shape[1]).to(input_ids.device) if rewired is None else rewired
     if mask.dtype != torch.bool or mask.shape not in (input_ids.shape, (1, input_ids.shape[1])):
         raise RewriterError(f"rewired: {mask.dtype} {list(mask.shape)}; expected bool {list(input_ids.shape)}")
-    return {REWIRED: mask.expand(input_ids.shape)}
+    return mask.expand(input_ids.shape)
 
 
 def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -141,6 +142,7 @@ class Simulator:
         self.host = _host(program, weights, host)
         self.ranks, self.coordinates = program.mesh.get("tp", 1), program.mesh.get("sp", 1)
         self.length = 0
+        self.rewired: torch.Tensor | None = None
         self.cache: dict[str, RankValues] = {}
 
     def run(
@@ -149,14 +151,17 @@ class Simulator:
         position_ids: torch.Tensor | None = None,
         given: Mapping[str, torch.Tensor] | None = None,
     ) -> RankValues:
-        """Every rank's logits. `given` holds the values of further inputs that the wiring has, equal on all ranks."""
+        """Every rank's logits. `given` holds the values of further inputs that the wiring has, equal on all ranks.
+
+        Which tokens are rewired need not be among them: rows are prompts by default.
+        """
         if self.host is not None:
             self.host.run(input_ids, position_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None, **(given or {})}
+        self.rewired = inputs[REWIRED] = _mask(self.program, input_ids, inputs.get(REWIRED))
         self.device, self.length = input_ids.device, input_ids.shape[1]
-        self.rewired: torch.Tensor | None = inputs.get(REWIRED)
         placeholders = [str(n.target) for n in self.program.graph.nodes if n.op == "placeholder"]
         given_to_all: list[Shards] = [(RankValues((inputs[p],)),) for p in placeholders]
         out = self._graph(self.program.graph, given_to_all, "", None)

@@ -79,9 +79,31 @@ def both_wirings(program: Program) -> Program:
     )
 
 
+def for_all_tokens(program: Program) -> Program:
+    """`program` with its passes of the prompt applied to all tokens."""
+    made = _traced(program)
+    for entry in program.history:
+        rewrite = entry.rewrite
+        if is_phased(rewrite):
+            rewrite = replace(rewrite, phase="all", exact_tail=1, exact_head=0)
+        made = rewrite.apply(made)
+    return made
+
+
+def with_short_ends(rewrite: Any) -> Any:
+    """A pass of the prompt for short prompts: few of their tokens are exact, so that a check sees rewired ones."""
+    if not is_phased(rewrite):
+        return rewrite
+    return replace(rewrite, exact_tail=min(rewrite.exact_tail, 3), exact_head=min(rewrite.exact_head, 2))
+
+
+def _traced(program: Program) -> Program:
+    return (program.origin or program).with_(mesh=program.mesh, origin=program.origin or program)
+
+
 def _without(program: Program, left_out: Callable[[Any], bool]) -> Program:
     """The passes of `program` but some, applied to the program as traced."""
-    made = (program.origin or program).with_(mesh=program.mesh, origin=program.origin or program)
+    made = _traced(program)
     for entry in program.history:
         if not left_out(entry.rewrite):
             made = entry.rewrite.apply(made)
@@ -205,6 +227,8 @@ class _Merge:
         self.env: dict[fx.Node, fx.Node] = {}
         self.known: dict[Any, fx.Node] = {}  # nodes of the merged wiring by what they compute
         self.local: set[fx.Node] = set()
+        # values of the residual stream so far; its first one may be what a module made
+        self.streams = sum(n.op == "call_module" for n in stream_values(exact.graph))
         self.split = split_paths(program.parameters)
         self.partner: dict[fx.Node, fx.Node] = {}
         for one, other in self._pairs():
@@ -273,6 +297,7 @@ class _Merge:
         key = (node.op, node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), lambda x: given(x).name)))
         if key not in self.known:
             self.known[key] = self._noted(self.graph.node_copy(node, given))
+            mark(self.known[key], stream=None, mode=None)
         return self.known[key]
 
     def _noted(self, made: fx.Node) -> fx.Node:
@@ -294,12 +319,9 @@ class _Merge:
     def _stream(self, rewired: fx.Node, exact: fx.Node) -> fx.Node:
         """A value of the stream; its mode is that of rewired tokens."""
         one, other = self._plain(rewired, True), self._plain(exact, False)
-        record = marks(exact).only("layer", "stream", "mode")
-        if one is not other:
-            for value in (one, other):
-                mark(value, stream=None, mode=None)
-        both = self._chosen(one, other, record)
-        mark(both, stream=record.stream, mode=marks(rewired).mode)
+        both = self._chosen(one, other, marks(exact).only("layer"))
+        mark(both, stream=self.streams, mode=marks(rewired).mode)
+        self.streams += 1
         return both
 
     def _chosen(self, rewired: fx.Node, exact: fx.Node, record: Marks) -> fx.Node:
@@ -315,8 +337,7 @@ class _Merge:
     def _made(self, record: Marks, target: Any, *args: Any) -> fx.Node:
         key = ("call_function", target, repr(tuple(a.name if isinstance(a, fx.Node) else a for a in args)))
         if key not in self.known:
-            plain = replace(record, stream=None, mode=None)
-            self.known[key] = self._noted(new_call(self.graph, plain, target, *args))
+            self.known[key] = self._noted(new_call(self.graph, record, target, *args))
         return self.known[key]
 
 

@@ -29,6 +29,7 @@ from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.ir.simulate import load_weights
 from rewriter.passes.base import Pass, bound_ranks
+from rewriter.passes.phases import both_wirings, with_short_ends
 from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.recipes import Recipe
@@ -112,7 +113,7 @@ def material_of(
     count = depth(config)
     plan = sequence_plan(apply_passes(traced, passes, mesh)) if mesh.get("sp", 1) > 1 else None
     kept = representatives(config, [kind for p in passes for kind in p.kinds_of_layers(count)])
-    mapped = [small for p in passes for small in p.shrunken(kept, count, plan)]
+    mapped = [with_short_ends(small) for p in passes for small in p.shrunken(kept, count, plan)]
     small = shrink(config, kept, mesh["tp"], exchanged=1 if plan is None else plan.grid[0])
     model, copy, _ = telling_copy(small, mapped, mesh, scratch / "model", source.remote_code, progress)
     ids = random_ids(small, min(_TOKENS, test_lengths(small)[-1]))
@@ -161,8 +162,8 @@ def bisect_passes(
         stage = replace(
             stage,
             name=rewrite.name,
-            program=exact(made),
-            before=exact(program),
+            program=exact(both_wirings(made)),
+            before=exact(both_wirings(program)),
             weights=load_weights(made, torch.float32),
             weights_before=stage.weights,
             expected={p: v for p, v in expected.items() if p in comparable or p[0] in sides},

@@ -11,7 +11,8 @@ import zoo
 from oracles import relative_error
 from programs import MERGE, OVERLAP, PASSES, Step, tensor_parallel, traced, weights
 
-from rewriter.check.reference_modes import reference_of
+from rewriter.check.per_rank_reference import PerRankReference
+from rewriter.check.reference_modes import layer_modes, reference_of
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, ops
 from rewriter.ir.marks import marks
@@ -33,7 +34,8 @@ REWRITES: dict[str, list[Step]] = {
     "parallel": [("parallel_block", {})],
     "parallel, own norms": [("parallel_block", {"norm": "own"})],
     "mixed": [("parallel_block", {"layers": [0], "norm": "own"}), ("ladder", {"layers": [1]}),
-              ("desync", {"layers": [2], "n": 2, "resync": "sum"}), ("ladder", {"layers": [3], "variant": "own_partial"})],
+              ("desync", {"layers": [2], "n": 2, "resync": "sum"}),
+              ("ladder", {"layers": [3], "variant": "own_partial"})],
 }  # fmt: skip
 MODEL_SCOPE = ("ladder", "upper half", "parallel", "parallel, own norms")  # the same function on any number of ranks
 CELLS = [
@@ -126,7 +128,7 @@ def test_shipped_recipes_leave_both_ends_of_a_prompt_and_what_follows_exact(reci
 
 
 def test_two_phases_and_all_tokens_side_by_side():
-    """Layers that all tokens rewire are so at exact tokens as well, and transitions are those of each token's wiring."""
+    """Layers rewired for all tokens are so at exact ones, and transitions are those of each token's wiring."""
     everywhere, prompt = ("ladder", {"layers": [1]}), ("desync", {"layers": [0, 2, 3], "n": 2, "resync": "sum"} | ENDS)
     program = tensor_parallel(traced("llama"), 2, MERGE, everywhere, prompt, OVERLAP)
     reference = reference_of(program, [entry.rewrite for entry in program.history])
@@ -144,11 +146,9 @@ def test_gradients_reach_each_parameter_once(rewrite):
     model = zoo.build("llama")
     names = dict(model.named_parameters())
     reference = reference_of(program, [entry.rewrite for entry in program.history])
-    from rewriter.check.per_rank_reference import PerRankReference
-    from rewriter.check.reference_modes import layer_modes
-
     mix = layer_modes(model, reference.passes, reference.whole)
-    PerRankReference(model, mix, reference.ranks, whole=reference.whole)(ids("llama"), mask(7)).square().mean().backward()
+    wanted = PerRankReference(model, mix, reference.ranks, whole=reference.whole)(ids("llama"), mask(7))
+    wanted.square().mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in names.items()}
     model.zero_grad()
     out = simulate(both_wirings(program), ids("llama"), weights=names, rewired=mask(7))
