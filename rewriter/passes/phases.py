@@ -79,6 +79,11 @@ def both_wirings(program: Program) -> Program:
     )
 
 
+def rewired_wiring(program: Program) -> Program:
+    """The wiring of rewired tokens alone, not scheduled, of a program that has both; any other program itself."""
+    return _without(program, lambda rewrite: rewrite.schedules) if has_both_phases(program) else program
+
+
 def _without(program: Program, left_out: Callable[[Any], bool]) -> Program:
     """The passes of `program` but some, applied to the program as traced."""
     made = (program.origin or program).with_(mesh=program.mesh, origin=program.origin or program)
