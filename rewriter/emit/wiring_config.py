@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,7 @@ from rewriter.ir import Program, args_of
 from rewriter.ir.layer_plan import layer_plans
 from rewriter.ir.marks import Mode
 from rewriter.ir.op_semantics import function_of, kind_of
+from rewriter.ir.phases import prompt_phase
 from rewriter.ir.residual import Block, by_layer, is_add, is_scaling, read_index, residual_blocks, weighted_modules
 
 
@@ -31,7 +32,8 @@ def wiring_config(program: Program, bound: bool) -> dict[str, Any]:
     rewriter_delays: per layer and block of the source, how many blocks late it reads the residual stream.
     rewriter_norms: per layer, blocks that read it through another block's norm, with that one's name; only where some
     do. rewriter_pattern: per layer, the mode of each block by its name; rewriter_modes: the meaning of each mode. These
-    two only where delays and norms do not say all.
+    two only where delays and norms do not say all. Where passes rewire the prompt alone, these describe rewired tokens,
+    and rewriter_phase says how many at a prompt's ends are exact: exact_tail and exact_head.
     """
     config: dict[str, Any] = {"rewriter_delays": _delays(program)}
     if any(norms := _shared_norms(program)):
@@ -39,6 +41,8 @@ def wiring_config(program: Program, bound: bool) -> dict[str, Any]:
     meanings = mode_meanings(program)
     if bound or any("factor" in m or "altered" in m for m in meanings.values()):
         config |= {"rewriter_pattern": pattern_table(program), "rewriter_modes": meanings}
+    if (phase := prompt_phase(program)) is not None:
+        config["rewriter_phase"] = asdict(phase)
     return config
 
 

@@ -101,6 +101,11 @@ def _traced(program: Program) -> Program:
     return (program.origin or program).with_(mesh=program.mesh, origin=program.origin or program)
 
 
+def rewired_wiring(program: Program) -> Program:
+    """The wiring of rewired tokens alone, not scheduled, of a program that has both; any other program itself."""
+    return _without(program, lambda rewrite: rewrite.schedules) if has_both_phases(program) else program
+
+
 def _without(program: Program, left_out: Callable[[Any], bool]) -> Program:
     """The passes of `program` but some, applied to the program as traced."""
     made = _traced(program)

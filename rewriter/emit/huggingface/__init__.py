@@ -18,13 +18,15 @@ from typing import Any
 
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
+from rewriter.emit.huggingface.source_check import require_handed_on
 from rewriter.emit.huggingface.source_classes import require_importable
 from rewriter.emit.python_source import camel, free_name, identifier
 from rewriter.emit.wiring_config import BlockMode, layer_modes, wiring_config
 from rewriter.ir import Program, Source
+from rewriter.ir.phases import prompt_phase
 from rewriter.ir.residual import residual_blocks
 from rewriter.passes.base import bound_ranks, scopes
-from rewriter.passes.phases import single_device
+from rewriter.passes.phases import both_wirings, rewired_wiring, single_device
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,16 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
     bound to its ranks is emitted as a model that computes every rank, with its reductions as they are (not scheduled).
     Then config.json names the ranks (`rewriter_ranks`) and what becomes of every reduction (`rewriter_pattern`).
 
+    Where passes rewire the prompt alone, the generated model has both wirings and tells its layers which tokens are
+    rewired; config.json describes the wiring of those, and says which they are (`rewriter_phase`).
+
     Raises RewriterError when the source's classes are not part of transformers, when the wiring cannot be written
-    as layers, and where a child of a layer cannot compute all ranks in the source's own code (the message names the
-    node).
+    as layers, where a child of a layer cannot compute all ranks in the source's own code (the message names the
+    node), and where the source's model does not hand on what tells its layers the rewired tokens.
     """
     if program.mesh or "runtime" in scopes(program):
         program = single_device(program).with_(recipe=program.recipe)
-    return emit_as_wired(program)
+    return emit_as_wired(both_wirings(program).with_(recipe=program.recipe))
 
 
 def emit_as_wired(program: Program) -> HuggingFaceFiles:
@@ -65,11 +70,14 @@ def emit_as_wired(program: Program) -> HuggingFaceFiles:
     if program.origin is None:  # no pass changed what the model computes
         return plain
     require_importable(source)
-    kinds, assignment = _kinds(program, bound)
+    rewired = rewired_wiring(program)
+    if prompt_phase(program) is not None:
+        require_handed_on(source)
+    kinds, assignment = _kinds(program, rewired, bound)
     if not kinds and not bound:
         return plain
     names = ModelNames(source)
-    config = _own_config(source, names) | {"rewriter_layers": assignment} | wiring_config(program, bound)
+    config = _own_config(source, names) | {"rewriter_layers": assignment} | wiring_config(rewired, bound)
     if bound:
         config["rewriter_ranks"] = program.mesh["tp"]
     modeling = modeling_file(program, kinds, names, bound)
@@ -124,11 +132,14 @@ def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
 # --- kinds of layers
 
 
-def _kinds(program: Program, bound: bool) -> tuple[list[PrintedKind], list[str]]:
-    """(the kinds of rewired layers in order of appearance, the kind's name of every layer)."""
+def _kinds(program: Program, rewired: Program, bound: bool) -> tuple[list[PrintedKind], list[str]]:
+    """(the kinds of rewired layers in order of appearance, the kind's name of every layer).
+
+    `rewired` is the wiring of rewired tokens alone, the program itself where all are.
+    """
     source = program.source
     originals = print_layers(program.origin or program)
-    modes: Sequence[Sequence[BlockMode] | None] = layer_modes(program) if bound else [None] * source.num_layers
+    modes: Sequence[Sequence[BlockMode] | None] = layer_modes(rewired) if bound else [None] * source.num_layers
     kinds: list[PrintedKind] = []
     assignment = []
     for index, (layer, original) in enumerate(zip(print_layers(program), originals, strict=True)):
@@ -141,7 +152,7 @@ def _kinds(program: Program, bound: bool) -> tuple[list[PrintedKind], list[str]]
             wish = _kind_name(program, touched, layer, modes[index])
             name = free_name(wish, {*standard_kinds(source), *(k.name for k in kinds)}.__contains__)
             class_name = camel(name) + source.of_layer(index).layer_class
-            what = _what(program, index, touched, layer, modes[index])
+            what = _what(rewired, index, touched, layer, modes[index])
             kind = PrintedKind(name, class_name, layer, index, tuple(what))
             kinds.append(kind)
         assignment.append(kind.name)
@@ -166,9 +177,10 @@ def _what(
 ) -> list[str]:
     """Description of a kind of layer, in a sentence or two; with `modes`, in one per block."""
     name = program.source.of_layer(index).layer_class
+    exact = [f"So it does for rewired tokens; for exact ones it computes what {name} computes."] * layer.rewires
     if modes is not None:
         passing = [f"Computes what {name} computes, beside values that it passes on."]
-        return [f"`{block.name}`: {block.mode.sentence}." for block in modes] if touched else passing
+        return [f"`{block.name}`: {block.mode.sentence}." for block in modes] + exact if touched else passing
     late: list[str] = []
     for block in residual_blocks(program) if touched else ():
         if block.layer == index and block.reads and block.reads[-1] < block.index:
@@ -178,6 +190,7 @@ def _what(
         sentences = [f"{' and '.join(late)} {verb} the residual stream as it was one block before."]
     else:
         sentences = [f"Computes {name} with another wiring." if touched else f"Computes what {name} computes."]
+    sentences += exact
     gives = len(layer.gives)
     if gives > 1:
         older = [f"what it was {_count(age)} before" for age in layer.ages[1:] if age]

@@ -8,6 +8,9 @@ Of a program that is bound to its ranks, all ranks are computed: a value that di
 [B, S, ranks, D], any other as [B, S, D]. `all_reduce` is a sum over the ranks, `copy_to_group` nothing; a partial sum
 that is only ever reduced is printed as what the source's own child returns, which is the total. In any other program
 no value differs by rank, and nothing is printed but [B, S, D]. No rewrite is treated specially.
+
+Where a wiring tells rewired tokens from exact ones, a layer in which they differ takes `rewired` (bool [B, S]) as a
+keyword.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes, ops
 from rewriter.ir.communication import local_values
 from rewriter.ir.marks import in_stream, layer_of, marks, stream_index
 from rewriter.ir.op_semantics import aten, function_of
+from rewriter.ir.phases import REWIRED
 from rewriter.ir.residual import computes, is_add, is_scaling, residual_blocks
 
 _ON_ALL = (ops.copy_to_group, ops.agreed)  # the same value
@@ -54,7 +58,8 @@ class PrintedLayer:
     `widths_taken` and `widths_given` say how many vectors each has per token: 1, or one per rank. `modules` are the
     children that compute per rank, by path relative to the layer; `groups` query heads per key/value head of attention
     modules that hold more key/value heads than the source's.
-    `arguments` says how it takes and hands on what is not the hidden state.
+    `arguments` says how it takes and hands on what is not the hidden state. `rewires` says that it computes some tokens
+    otherwise than others, told by its argument `rewired`.
     `ages` says of each value given how many blocks old it is (0: the stream itself; None: not a stream value).
     """
 
@@ -66,6 +71,7 @@ class PrintedLayer:
     modules: Mapping[str, PerRankModule] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
     arguments: LayerArguments = field(default_factory=lambda: LayerArguments(()))
+    rewires: bool = False
     ages: tuple[int | None, ...] = field(default=(), compare=False)
 
     @property
@@ -157,6 +163,8 @@ class LayerFlow:
             if layer is None or node not in self.last_use:
                 continue
             for operand in operands(node):
+                if operand.target == REWIRED:
+                    continue  # an argument of its own
                 home = marks(operand).layer
                 if home is not None and home > layer:
                     raise RewriterError(f"{node.name} of layer {layer} reads {operand.name} of the later layer {home}")
@@ -220,7 +228,7 @@ class _HuggingFaceLayers:
                 module = self.program.modules[str(node.target)]
                 calls.append((call, isinstance(module, Body) and module.attends))
         self.arguments = arguments_of(source, calls, source.absent[index])
-        self.unique = UniqueNames(["self", "kwargs", "cache", "torch", *source.layer_arguments])
+        self.unique = UniqueNames(["self", "kwargs", "cache", "torch", REWIRED, *source.layer_arguments])
         self.names = {takes[0]: source.layer_arguments[0]}
         self.child = PerRankChild()
         self.statements: list[tuple[str, str]] = []
@@ -240,6 +248,7 @@ class _HuggingFaceLayers:
             self.child.modules,
             self.child.groups,
             self.arguments,
+            any(node.target is ops.where_rewired for node in inside),
             ages,
         )
 
@@ -254,12 +263,17 @@ class _HuggingFaceLayers:
 
     def _node(self, node: fx.Node) -> None:
         source = args_of(node)[0] if node.target in (*_ON_ALL, ops.all_reduce) else None
-        if source in self.names and (node.target in _ON_ALL or self.form[source] == "total"):
+        known = self.form[source] if source in self.names else None
+        if known == "total" or (known == "same" and node.target in _ON_ALL):
+            assert source is not None
             self.names[node] = self.names[source]
             return
         form = self.form[node]
         if node.op == "call_module":
             text = self._call(node)
+        elif node.target is ops.where_rewired:
+            values = ", ".join(self._as(n, form) for n in args_of(node)[1:])
+            text = f"torch.where({REWIRED}[..., {'None, ' * (form == 'per_rank')}None], {values})"
         elif source is not None:
             text = self._as(source, "total" if node.target is ops.all_reduce else "same")
         elif form != "same" and _is_linear(node):
@@ -283,13 +297,16 @@ class _HuggingFaceLayers:
         return {n: self._text(n) for n in node.all_input_nodes if n in self.names or self._is_inlined(n)}
 
     def _as(self, node: fx.Node, wanted: Form) -> str:
-        """`node` as a term of a value of the form `wanted`, per_rank or total."""
+        """`node` as a term of a value of the form `wanted`; ranks that agree hold what the first one does."""
         form = self.form[node]
         if form == wanted:
             return self._text(node)
-        atom = self._text(node) if node in self.names else f"({self._text(node)})"
+        text = self._text(node)
+        atom = text if text.isidentifier() else f"({text})"
         if wanted == "per_rank" and form == "same":
             return f"{atom}.unsqueeze(-2)"
+        if wanted == "same" and form == "per_rank":
+            return f"{atom}[..., 0, :]"
         if wanted == "total" and form == "per_rank":
             return f"{atom}.sum(-2)"
         if wanted == "total":  # every rank adds what all of them share
@@ -380,7 +397,9 @@ class _HuggingFaceLayers:
             return self.labels[node.name]
         if marks(node).reads is not None:
             return "with_own_part"
-        if is_add(node) or node.target is ops.all_reduce:
+        if node.target is ops.where_rewired:
+            return "read"
+        if is_add(node) or node.target in (ops.all_reduce, ops.agreed):
             return "added" if self.form[node] == "total" else "total"
         return node.name
 

@@ -13,7 +13,7 @@ from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.per_rank import PerRankModule
 from rewriter.emit.huggingface.source_check import checking_code
 from rewriter.emit.huggingface.source_classes import config_module, layer_arguments, returned_values
-from rewriter.emit.huggingface.verbatim import model, per_rank, source_of
+from rewriter.emit.huggingface.verbatim import model, per_rank, phases, source_of
 from rewriter.emit.python_source import (
     LINE_LENGTH,
     bracketed,
@@ -26,11 +26,17 @@ from rewriter.emit.python_source import (
 )
 from rewriter.ir import Leaf, Program, Source, args_of, ops
 from rewriter.ir.marks import marks
+from rewriter.ir.phases import REWIRED, prompt_phase
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
 _REWIRED = (
     "Parameters, their names and everything around the decoder layers are the source's. `config.rewriter_layers` "
     "names the kind of every layer:"
+)
+_PHASED = (
+    "Tokens of a prompt are rewired, but its first and last ones (`config.rewriter_phase` says how many); those and all "
+    "that is generated are exact, computed as in the original. The argument `rewired` of the model's forward says which "
+    "tokens of a call are which; by default the rows of a call with nothing in its cache are prompts."
 )
 _BOUND = (
     "Sharded over {ranks} ranks, some all-reduces are left out, and each rank then has its own residual. Here all "
@@ -72,20 +78,21 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
     constants = [f"RANKS = {program.mesh.get('tp')}  # that this model's function is bound to"] * bound
     read = _as_read(program)
     caches = any(kind.layer.arguments.cache for kind in (*kinds, *read))
-    constants += [f"CACHE_NAMES = {literal(model.CACHE_NAMES)}"] * caches
+    phased = prompt_phase(program) is not None
+    constants += [f"CACHE_NAMES = {literal(phases.CACHE_NAMES)}"] * (caches or phased)
     classes = {kind.class_name: kind.example for kind in kinds if kind.layer.modules} if bound else None
     check = checking_code(source, [kind.class_name for kind in read], caches, program.mesh.get("tp", 1), classes)
     if any("TRACED = [" in part for part in check):
         check = [*(_layer_class(program, kind, False) for kind in {k.class_name: k for k in read}.values()), *check]
     parts = [
         _header(program, kinds, names, bound),
-        "\n\n".join([_imports(source, modules, check, caches), *constants]),
+        "\n\n".join([_imports(source, modules, check, caches, phased), *constants]),
         *(_per_rank_code(modules) if bound else ()),
         *(source_of(part) for part in (model.take_cache, model.name_caches) if caches),
         *(_layer_class(program, kind, bound) for kind in kinds),
         _table(source, kinds),
-        *_rewiring(program, bound, caches),
-        *_model_classes(source, names, bound),
+        *_rewiring(program, bound, caches, phased),
+        *_model_classes(source, names, bound, phased),
         _conversions(source, names),
         *check,
     ]
@@ -107,7 +114,8 @@ def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, b
         ),
     ]
     lines += [filled(f"{entry.name}({entry.arguments()}): {entry.summary}", 4) for entry in program.history]
-    for text in [text.format(ranks=ranks) for text in _BOUND] if bound else [_REWIRED]:
+    texts = [text.format(ranks=ranks) for text in _BOUND] if bound else [_REWIRED]
+    for text in [*[_PHASED] * (prompt_phase(program) is not None), *texts]:
         lines += ["", filled(text)]
     lines.append("")
     own = zip(standard_kinds(source), source.layer_classes, strict=True)
@@ -118,9 +126,9 @@ def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, b
     return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 
-def _imports(source: Source, modules: Sequence[PerRankModule], check: Sequence[str], caches: bool) -> str:
-    """The import statements: of the model's classes, and of what `modules`, the `check` of the source and layers that
-    note how children call the cache need."""
+def _imports(source: Source, modules: Sequence[PerRankModule], check: Sequence[str], caches: bool, phased: bool) -> str:
+    """The import statements: of the model's classes, and of what `modules`, the `check` of the source, layers that
+    note how children call the cache and models that tell tokens apart need."""
     layers = [cls.name for cls in source.layer_classes]
     norms = [m.kind for m in modules if m.role == "Norm" and m.kind != "LayerNorm"]
     places: dict[str, set[str]] = {}
@@ -138,7 +146,8 @@ def _imports(source: Source, modules: Sequence[PerRankModule], check: Sequence[s
     others = ["from transformers.pytorch_utils import Conv1D"] * any(m.kind == "Conv1D" for m in modules)
     used = "\n".join(check)
     copies = any(m.role in ("Norm", "Experts") for m in modules) or "copy." in used
-    standard = {"copy": copies, "functools": "functools." in used, "inspect": caches, "warnings": "warnings." in used}
+    standard = {"copy": copies, "functools": phased or "functools." in used, "inspect": phased or caches}
+    standard["warnings"] = "warnings." in used
     lines = [f"import {name}" for name, wanted in standard.items() if wanted]
     lines += [""] * bool(lines) + ["import torch", "from transformers import __version__ as transformers_version"]
     return "\n".join([*lines, mapping, *origin, *others])
@@ -171,6 +180,7 @@ def _layer_class(program: Program, kind: PrintedKind, bound: bool) -> str:
     parameters = [
         "self",
         *map(str, arguments),
+        *["*", REWIRED] * layer.rewires,
         *["**kwargs"] * (source.layer_var_kwargs or layer.arguments.takes_cache),
     ]
     lines += ["", bracketed("def forward(", parameters, "):", 4)]
@@ -262,10 +272,11 @@ def _class_path(cls: type) -> str:
 # --- the model
 
 
-def _rewiring(program: Program, bound: bool, caches: bool) -> list[str]:
+def _rewiring(program: Program, bound: bool, caches: bool, phased: bool) -> list[str]:
     """The functions that give a model's layers their classes."""
     drops = bound and _drops_out(program)
     absent = ["refuse_dropout"] * (not drops) + ["RANKS", "use_per_rank_modules", "refuse_engines"] * (not bound)
+    absent += ["tell_layers"] * (not phased)
     widths = {"ALONE": "(1,)", "vectors": "sum"} if bound else {"ALONE": "1", "vectors": "int"}
     names = {"SourceModel": program.source.base_class, **widths}
     narrow = per_rank.narrow_hidden_states if bound else model.narrow_hidden_states
@@ -276,6 +287,9 @@ def _rewiring(program: Program, bound: bool, caches: bool) -> list[str]:
     parts = [rewire, source_of(model.is_missing)]
     parts += [source_of(model.require_packed_width), source_of(narrow)]
     parts += [source_of(per_rank.refuse_engines)] * bound
+    if phased:
+        told = (phases.tell_layers, phases.tell_rewired, phases.leave_out_rewired, phases.rewired_tokens)
+        parts += [source_of(part) for part in (*told, phases.with_rewired, phases.PhasedGeneration)]
     return [*parts, *[source_of(per_rank.refuse_dropout)] * drops]
 
 
@@ -293,16 +307,23 @@ def _drops_out(program: Program) -> bool:
     return False
 
 
-def _model_classes(source: Source, names: ModelNames, bound: bool) -> list[str]:
+def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool) -> list[str]:
     """The config and model classes."""
     own = {"SourceConfig": source.config_class, "OwnConfig": names.config, "own_model_type": names.model_type}
     config = source_of(model.OwnConfig, own)
     if bound:
         config += "\n    rewriter_ranks: int | None = None"
+    if phased:
+        config += "\n    rewriter_phase: dict[str, int] | None = None  # how many tokens at a prompt's ends stay exact"
     root, _, inner = source.layers.partition(".")
     base = source_of(model.OwnModel, own | {"SourceModel": source.base_class, "OwnModel": names.base})
     causal = source_of(model.OwnModel, own | {"SourceModel": source.architecture, "OwnModel": names.architecture})
     rewire = "rewire(self, self.layers)"
+    if phased:
+        own = f"    config_class = {names.config}\n"
+        base = base.replace(own, f"{own}    forward = with_rewired({source.base_class}.forward)\n")
+        causal = causal.replace(own, f"{own}    forward = with_rewired({source.architecture}.forward)\n")
+        causal = causal.replace(f"({source.architecture})", f"(PhasedGeneration, {source.architecture})", 1)
     return [
         config,
         base.replace(rewire, f"rewire(self, self.{inner})"),

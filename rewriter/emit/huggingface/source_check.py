@@ -7,18 +7,22 @@ they were read, and settings of a small model in which the installed ones are co
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import itertools
 import pprint
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers
 
+from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface.source_classes import config_module
 from rewriter.emit.huggingface.verbatim import source_check, source_of
 from rewriter.emit.python_source import LINE_LENGTH, bracketed, quoted
 from rewriter.ir import Source
+from rewriter.ir.phases import REWIRED
 from rewriter.tracing.shrink import representatives, shrink
 
 _NOT_SIZES = ("architectures", "auto_map", "dtype", "model_type", "quantization_config", "transformers_version")
@@ -80,3 +84,41 @@ def checking_code(
         tries += [source_of(source_check.ranks_outputs), source_of(source_check.note_call)]
     tries = [text.replace("model.layers", f"model.{source.layers}") for text in tries]
     return ["\n".join(constants), *tries, "check_source()"]
+
+
+def require_handed_on(source: Source) -> None:
+    """Raise RewriterError unless the source's model hands on to every decoder layer a keyword that it does not know.
+
+    A small model of its kind is run; where there is none, layers that are not told which tokens are rewired raise
+    TypeError.
+    """
+    config_class = getattr(importlib.import_module(config_module(source)), source.config_class)
+    model_class = getattr(importlib.import_module(source.module_of(source.architecture)), source.architecture)
+    told: dict[int, bool] = {}
+
+    def note(index: int, layer: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        told[index] = REWIRED in kwargs
+        return args, {name: value for name, value in kwargs.items() if name != REWIRED}
+
+    refused: Exception | None = None
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        try:
+            config = config_class.from_dict(dict(source.config))
+            model = model_class(shrink(config, representatives(config, []), 1)).eval()
+            layers = model.get_submodule(source.layers)
+            ids = torch.ones(1, 5, dtype=torch.int64)
+            model(ids)
+        except Exception:  # the code of a config's class raises what it likes
+            return
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(functools.partial(note, index), with_kwargs=True)
+        try:
+            model(ids, **{REWIRED: torch.zeros(1, 5, dtype=torch.bool)})
+        except TypeError as error:
+            refused = error
+    if refused is not None or not all(told.values()):
+        why = f"it raises TypeError: {refused}" if refused is not None else "its layers do not get it"
+        raise RewriterError(
+            f"{source.architecture} does not hand on the argument `{REWIRED}`, which tells its layers the rewired "
+            f"tokens ({why}): a checkpoint of it cannot rewire the prompt alone. Leave out phase: prompt"
+        )

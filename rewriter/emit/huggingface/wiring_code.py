@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from rewriter.emit.huggingface.source_classes import passed_by_place
-from rewriter.emit.huggingface.verbatim.model import CACHE_NAMES
+from rewriter.emit.huggingface.verbatim.phases import CACHE_NAMES
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.python_source import attribute, literal, quoted
 from rewriter.ir import SPLAT, ChildInput, LayerArgument, PythonCall, Source

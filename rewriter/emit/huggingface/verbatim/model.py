@@ -8,9 +8,9 @@ from transformers import LlamaModel as SourceModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rewriter.emit.huggingface.verbatim.per_rank import RANKS, refuse_dropout, refuse_engines, use_per_rank_modules
+from rewriter.emit.huggingface.verbatim.phases import CACHE_NAMES, tell_layers
 
 LAYER_CLASSES = {"standard": LlamaDecoderLayer}
-CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
 ALONE = 1  # what a layer takes or gives: the residual stream alone. (1,) where values have widths
 vectors = int  # how many vectors of the hidden size that is. `sum` where values have widths
 
@@ -56,6 +56,7 @@ def rewire(model, layers):
         raise ValueError(f"config.rewriter_layers ends with {kinds[-1]!r}, but the final norm takes the stream alone")
     model.register_forward_hook(narrow_hidden_states)
     model.register_forward_pre_hook(refuse_dropout)
+    tell_layers(model, layers)
 
 
 def is_missing(layer):

@@ -1,0 +1,127 @@
+"""Further contents of a generated file of a model whose wiring rewires tokens of the prompt alone: which those are.
+
+B: batch, S: tokens of a call.
+"""
+
+import functools
+import inspect
+
+import torch
+
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
+
+
+def rewired_tokens(phase, tokens, arguments):
+    """bool [B, S], True for the tokens of a call that are rewired where the caller does not say which.
+
+    `tokens` are its ids [B, S] or embeddings [B, S, D], `arguments` all arguments of the model by name. With an empty
+    cache, or none, every row is a prompt: between `exact_head` tokens at its beginning and `exact_tail` at its end, its
+    tokens are rewired; `attention_mask` [B, S] says where a row is padded. With a cache that holds tokens already, none
+    is: those of the call are generated, or candidates, or of a later turn.
+    """
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    first, end = 0, tokens.shape[1]
+    cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    cached = 0
+    if cache is not None:
+        cached = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 1
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        valid = mask[:, : tokens.shape[1]].to(tokens.device, torch.int64)
+        first, end = valid.argmax(-1, keepdim=True), end - valid.flip(-1).argmax(-1, keepdim=True)
+    elif mask is not None and cached == 0:
+        raise ValueError(
+            "attention_mask is not [B, S], and does not say where a row is padded: pass rewired=, bool [B, S], True "
+            "for the tokens of the prompt that are rewired"
+        )
+    inside = (index >= first + phase["exact_head"]) & (index < end - phase["exact_tail"])
+    return inside.expand(tokens.shape[:2]) & (cached == 0)
+
+
+def tell_layers(model, layers):
+    """Let `model` pass `rewired` to those of its decoder layers that take it, and to nothing else."""
+    phase = model.config.rewriter_phase
+    if not phase or phase.get("exact_tail", 0) < 1 or phase.get("exact_head", -1) < 0:
+        raise ValueError(
+            f"config.rewriter_phase is {phase}; expected exact_tail (1 or more) and exact_head: how many tokens at the "
+            "end and at the beginning of a prompt are computed as in the original"
+        )
+    model.argument_names = list(inspect.signature(model.forward).parameters)
+    model.register_forward_pre_hook(tell_rewired, with_kwargs=True)
+    for layer in layers:
+        if "rewired" not in inspect.signature(layer.forward).parameters:
+            layer.register_forward_pre_hook(leave_out_rewired, with_kwargs=True)
+
+
+def tell_rewired(model, args, kwargs):
+    """Give a call of the model `rewired`, by `rewired_tokens` where its caller did not."""
+    arguments = {**dict(zip(model.argument_names, args, strict=False)), **kwargs}
+    tokens, rewired = arguments.get("inputs_embeds"), arguments.get("rewired")
+    tokens = arguments.get("input_ids") if tokens is None else tokens
+    if tokens is None:
+        return args, kwargs  # the model says what is missing
+    if rewired is None:
+        rewired = rewired_tokens(model.config.rewriter_phase, tokens, arguments)
+    elif rewired.dtype != torch.bool or rewired.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"rewired is {rewired.dtype} {list(rewired.shape)}; expected bool {list(tokens.shape[:2])}: True for the "
+            "tokens of this call that are rewired"
+        )
+    return args, {**kwargs, "rewired": rewired}
+
+
+def leave_out_rewired(layer, args, kwargs):
+    """Take `rewired` from the arguments of a layer that computes all tokens alike."""
+    return args, {name: value for name, value in kwargs.items() if name != "rewired"}
+
+
+def with_rewired(forward):
+    """A model's `forward` with one more argument.
+
+    `rewired`: bool [B, S], True for the tokens of this call that are rewired, False for exact ones; by default
+    `rewired_tokens` says which. Pass it where a call's rows are no whole prompts: where a prompt comes in several
+    calls, where a row packs several of them, or where a later turn of a chat is rewired too.
+    """
+
+    @functools.wraps(forward)
+    def with_argument(self, *args, rewired=None, **kwargs):
+        return forward(self, *args, rewired=rewired, **kwargs)
+
+    signature = inspect.signature(forward)
+    *others, last = signature.parameters.values()
+    own = inspect.Parameter("rewired", inspect.Parameter.KEYWORD_ONLY, default=None)
+    with_argument.__signature__ = signature.replace(parameters=[*others, own, last])
+    return with_argument
+
+
+class PhasedGeneration:
+    """`generate` of a model that rewires tokens of the prompt alone: whatever it generates is exact.
+
+    What is rewired is settled before the first call, so that neither chunks of the prompt (`prefill_chunk_size`) nor
+    candidates that are tried behind it nor calls without a cache change it. `generate(..., rewired=mask)` takes a mask
+    of all that attention_mask covers (bool, of its shape); tokens behind it are exact.
+    """
+
+    def _expand_inputs_for_generation(self, *args, **kwargs):
+        ids, kwargs = super()._expand_inputs_for_generation(*args, **kwargs)
+        if kwargs.get("rewired") is None:
+            embeds = kwargs.get("inputs_embeds")
+            tokens = ids if embeds is None else embeds
+            kwargs["rewired"] = rewired_tokens(self.config.rewriter_phase, tokens, kwargs)
+        return ids, kwargs
+
+    def _get_candidate_generator(self, *args, model_kwargs, **kwargs):
+        others = {name: value for name, value in model_kwargs.items() if name != "rewired"}
+        return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids, *args, rewired=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if rewired is not None:
+            embeds = inputs.get("inputs_embeds")
+            tokens = inputs["input_ids"] if embeds is None else embeds
+            mask = kwargs.get("attention_mask")
+            end = (input_ids if mask is None else mask).shape[1]
+            exact = rewired.new_zeros(rewired.shape[0], max(end - rewired.shape[1], 0))
+            own = torch.cat([rewired, exact], dim=1)[:, end - tokens.shape[1] : end]
+            inputs["rewired"] = own.to(tokens.device)
+        return inputs
