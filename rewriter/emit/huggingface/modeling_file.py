@@ -34,9 +34,9 @@ _REWIRED = (
     "names the kind of every layer:"
 )
 _PHASED = (
-    "Tokens of a prompt are rewired, but its first and last ones (`config.rewriter_phase` says how many); those and all "
-    "that is generated are exact, computed as in the original. The argument `rewired` of the model's forward says which "
-    "tokens of a call are which; by default the rows of a call with nothing in its cache are prompts."
+    "Tokens of a prompt are rewired, but its first and last ones (`config.rewriter_phase` says how many); those and "
+    "all that is generated are exact, computed as in the original. The argument `rewired` of the model's forward says "
+    "which tokens of a call are which; by default the rows of a call with nothing in its cache are prompts."
 )
 _BOUND = (
     "Sharded over {ranks} ranks, some all-reduces are left out, and each rank then has its own residual. Here all "
@@ -288,8 +288,10 @@ def _rewiring(program: Program, bound: bool, caches: bool, phased: bool) -> list
     parts += [source_of(model.require_packed_width), source_of(narrow)]
     parts += [source_of(per_rank.refuse_engines)] * bound
     if phased:
-        told = (phases.tell_layers, phases.tell_rewired, phases.leave_out_rewired, phases.rewired_tokens)
-        parts += [source_of(part) for part in (*told, phases.with_rewired, phases.PhasedGeneration)]
+        told = (phases.tell_layers, phases.tell_rewired, phases.leave_out_rewired, phases.cached_tokens)
+        parts += [
+            source_of(part) for part in (*told, phases.rewired_tokens, phases.with_rewired, phases.PhasedGeneration)
+        ]
     return [*parts, *[source_of(per_rank.refuse_dropout)] * drops]
 
 
@@ -320,9 +322,9 @@ def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool)
     causal = source_of(model.OwnModel, own | {"SourceModel": source.architecture, "OwnModel": names.architecture})
     rewire = "rewire(self, self.layers)"
     if phased:
-        own = f"    config_class = {names.config}\n"
-        base = base.replace(own, f"{own}    forward = with_rewired({source.base_class}.forward)\n")
-        causal = causal.replace(own, f"{own}    forward = with_rewired({source.architecture}.forward)\n")
+        line = f"    config_class = {names.config}\n"
+        base = base.replace(line, f"{line}    forward = with_rewired({source.base_class}.forward)\n")
+        causal = causal.replace(line, f"{line}    forward = with_rewired({source.architecture}.forward)\n")
         causal = causal.replace(f"({source.architecture})", f"(PhasedGeneration, {source.architecture})", 1)
     return [
         config,

@@ -115,7 +115,7 @@ def test_a_norm_has_weights_per_rank() -> None:
 
 
 def test_code_is_taken_as_it_is_but_for_names_and_what_is_absent() -> None:
-    absent = ["RANKS", "use_per_rank_modules", "refuse_dropout", "refuse_engines"]
+    absent = ["RANKS", "use_per_rank_modules", "refuse_dropout", "refuse_engines", "tell_layers"]
     text = source_of(model.rewire, {"SourceModel": "MyModel"}, absent)
     assert "`model`, a MyModel, the class" in text
     assert not {*absent} & set(text.replace("(", " ").split())
@@ -127,7 +127,7 @@ def test_code_is_taken_as_it_is_but_for_names_and_what_is_absent() -> None:
 def test_a_models_layers_get_their_classes() -> None:
     names = ("LAYER_CLASSES", "is_missing", "narrow_hidden_states")
     scope = {name: getattr(model, name) for name in names}
-    absent = ["RANKS", "use_per_rank_modules", "refuse_dropout", "refuse_engines"]
+    absent = ["RANKS", "use_per_rank_modules", "refuse_dropout", "refuse_engines", "tell_layers"]
     exec(source_of(model.rewire, {"ALONE": "1"}, absent), scope)
     config = LlamaConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=8)
     source = model.SourceModel(config)

@@ -21,10 +21,7 @@ def rewired_tokens(phase, tokens, arguments):
     """
     index = torch.arange(tokens.shape[1], device=tokens.device)
     first, end = 0, tokens.shape[1]
-    cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
-    cached = 0
-    if cache is not None:
-        cached = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 1
+    cached = cached_tokens(arguments)
     mask = arguments.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         valid = mask[:, : tokens.shape[1]].to(tokens.device, torch.int64)
@@ -36,6 +33,14 @@ def rewired_tokens(phase, tokens, arguments):
         )
     inside = (index >= first + phase["exact_head"]) & (index < end - phase["exact_tail"])
     return inside.expand(tokens.shape[:2]) & (cached == 0)
+
+
+def cached_tokens(arguments):
+    """The number of tokens in the cache of a call, an int or a tensor; of one that does not say how many, 1."""
+    cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+    if cache is None:
+        return 0
+    return cache.get_seq_length() if hasattr(cache, "get_seq_length") else 1
 
 
 def tell_layers(model, layers):
@@ -120,7 +125,7 @@ class PhasedGeneration:
             embeds = inputs.get("inputs_embeds")
             tokens = inputs["input_ids"] if embeds is None else embeds
             mask = kwargs.get("attention_mask")
-            end = (input_ids if mask is None else mask).shape[1]
+            end = mask.shape[1] if mask is not None else int(cached_tokens(kwargs)) + tokens.shape[1]
             exact = rewired.new_zeros(rewired.shape[0], max(end - rewired.shape[1], 0))
             own = torch.cat([rewired, exact], dim=1)[:, end - tokens.shape[1] : end]
             inputs["rewired"] = own.to(tokens.device)
