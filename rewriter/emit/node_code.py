@@ -128,6 +128,11 @@ class NodePrinter:
         return f"{self.atom(args[0])}.{method}({self.arguments(rest, kwargs)})"
 
 
+def is_effect(node: fx.Node) -> bool:
+    """True if a node, or a module that it calls, only stores keys and values."""
+    return not node.users and (node.target is ops.store_keys or str(node.target).endswith(".store_keys"))
+
+
 def is_infix(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in _INFIX or node.target in (aten.neg.default, aten.rsub.Scalar))
 
@@ -187,7 +192,8 @@ def _on_group(function: str) -> Callable[[NodePrinter, fx.Node], str]:
     def show(p: NodePrinter, node: fx.Node) -> str:
         x, _, *rest = node.args
         # a sum works in place, and a module that reads the partial too may need it again in backward
-        copied = starts_sum(node) and any(user.op == "call_module" for user in node.all_input_nodes[0].users)
+        readers = node.all_input_nodes[0].users
+        copied = starts_sum(node) and any(user.op == "call_module" or node < user for user in readers)
         items = [f"{p.value(x)}{'.clone()' if copied else ''}", GROUP, *map(p.value, rest)]
         if (tag := marks(node).tag) is not None:
             items.append(f'name="{tag}"')
@@ -234,6 +240,12 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
         f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])}{_padding(n, 2)})"
     ),
     ops.attention: _attention,
+    ops.store_keys: lambda p, n: (
+        f"store_keys({', '.join(map(p.value, n.args))}, slot=self.slot{f' + {s}' if (s := n.kwargs['slot']) else ''})"
+    ),
+    ops.where_rewired: lambda p, n: (
+        f"torch.where({p.atom(args_of(n)[0])}[..., None], {p.arguments(args_of(n)[1:], {})})"
+    ),
     ops.experts: lambda p, n: f"experts({p.arguments(n.args, n.kwargs)})",
     ops.all_reduce: _on_group("all_reduce"),
     ops.all_reduce_start: _on_group("all_reduce_start"),

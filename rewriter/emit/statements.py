@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter.emit.node_code import NodePrinter, is_infix
+from rewriter.emit.node_code import NodePrinter, is_effect, is_infix
 from rewriter.emit.python_source import UniqueNames, attribute, free_name, identifier
 from rewriter.ir import Body, args_of, ops
 from rewriter.ir.marks import marks
@@ -76,6 +76,9 @@ class StatementPrinter:
             if user in self.position:
                 for source in node.all_input_nodes:
                     self._extend(source, self.position[user])
+            return
+        if is_effect(node):
+            self.text.append(text)
             return
         if (pieces := _unpacked(node)) is not None:
             names = [self._bind(p, node) if p else "_" for p in pieces]
@@ -161,7 +164,10 @@ def _attention_operands(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def returning(lines: Sequence[str], results: str) -> list[str]:
-    """`lines` and the return of `results`, which are not named first where the last line computes just them."""
+    """`lines` and the return of `results`, which are not named first where the last line computes just them; without
+    `results` no return."""
+    if not results:
+        return list(lines)
     last = lines[-1] if lines else ""
     if last.startswith(f"{results} = "):
         return [*lines[:-1], f"return {last.removeprefix(f'{results} = ')}"]

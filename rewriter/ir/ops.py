@@ -133,6 +133,10 @@ def experts(
     return out
 
 
+def store_keys(k_BKSD: torch.Tensor, v_BKSE: torch.Tensor, ctx: Any, slot: int = 0) -> None:
+    """Stands for an `attention` whose result nobody needs: it only stores its keys and values."""
+
+
 def type_as_model(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`x` in the model's dtype: the one of `like`, an input or parameter of the same body."""
     return x.to(like.dtype)

@@ -16,10 +16,11 @@ from rewriter.ir.marks import mark, marks, running_layer
 from rewriter.ir.op_semantics import starts_sum
 
 
-def earlier_readers(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+def earlier_readers(graph: fx.Graph, copies: bool = False) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """Per reduction that overwrites a value which others read too: those readers.
 
-    Raises RewriterError where a reader needs the sum as well, so that no order is right.
+    Where a reader needs the sum as well no order is right: raises RewriterError, or leaves the reduction out where it
+    is known to work on a copy (`copies`).
     """
     by_reduction: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in graph.nodes:
@@ -30,6 +31,8 @@ def earlier_readers(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
         if not readers:
             continue
         later = reachable(node.users, lambda n: n.users)
+        if copies and any(reader in later for reader in readers):
+            continue
         for reader in readers:
             if reader in later:
                 raise RewriterError(
@@ -45,6 +48,7 @@ def rescheduled(
     late: Callable[[fx.Node], bool],
     forces: Callable[[fx.Node], bool],
     priority: Callable[[fx.Node], int],
+    copies: bool = False,
 ) -> fx.Graph:
     """A copy of `graph` in its own order, but for nodes that may come late.
 
@@ -52,7 +56,7 @@ def rescheduled(
     needs it. What one node needs is then computed in order of rising `priority`. `marks(copy).runs_in` is the
     layer that it runs in: its own, or that of the node which forced it.
     """
-    readers = earlier_readers(graph)
+    readers = earlier_readers(graph, copies)
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
 
@@ -78,10 +82,13 @@ def rescheduled(
     return new
 
 
-def with_readers_first(graph: fx.Graph) -> fx.Graph:
-    """`graph` itself where its order is right, else the same one with such readers moved before the reductions."""
+def with_readers_first(graph: fx.Graph, copies: bool = False) -> fx.Graph:
+    """`graph` itself where its order is right, else the same one with such readers moved before the reductions.
+
+    `copies`: reductions work on a copy where a reader comes after them, which is so where it needs the sum.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    readers = earlier_readers(graph)
+    readers = earlier_readers(graph, copies)
     if all(order[reader] < order[node] for node, others in readers.items() for reader in others):
         return graph
-    return rescheduled(graph, lambda _: False, lambda _: True, order.__getitem__)
+    return rescheduled(graph, lambda _: False, lambda _: True, order.__getitem__, copies)

@@ -19,7 +19,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, drop_dead_nodes, ops, placeholders
 from rewriter.ir.communication import local_values, split_paths
 from rewriter.ir.marks import Marks, in_stream, mark, marks, new_call
-from rewriter.ir.op_semantics import ends_collective
+from rewriter.ir.op_semantics import ends_collective, is_pointwise
 from rewriter.ir.phases import REWIRED, Phase, has_both_phases, is_phased, prompt_phase
 from rewriter.ir.residual import stream_values
 from rewriter.passes.base import Pass, bound_ranks
@@ -292,16 +292,19 @@ class _Merge:
         return self.env[node]
 
     def _plain(self, node: fx.Node, phase: bool) -> fx.Node:
-        """`node` over merged values; one that is there already where it computes the same."""
-
-        def given(x: fx.Node) -> fx.Node:
-            return self._of(x, phase)
-
-        if node.target is ops.copy_to_group and given(args_of(node)[0]) in self.local:
-            return given(args_of(node)[0])
-        key = (node.op, node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), lambda x: given(x).name)))
+        """`node` over merged values; one that is there already where it computes the same. A value that ranks share
+        enters as a copy where another one has become each rank's own."""
+        given = {x: self._of(x, phase) for x in node.all_input_nodes}
+        if node.target is ops.copy_to_group and given[args_of(node)[0]] in self.local:
+            return given[args_of(node)[0]]
+        if is_pointwise(node) and any(value in self.local for value in given.values()):
+            record = marks(node).only("layer", "block")
+            for x, value in given.items():
+                if value not in self.local:
+                    given[x] = self._made(record, ops.copy_to_group, value, AXIS)
+        key = (node.op, node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), lambda x: given[x].name)))
         if key not in self.known:
-            self.known[key] = self._noted(self.graph.node_copy(node, given))
+            self.known[key] = self._noted(self.graph.node_copy(node, given.__getitem__))
             mark(self.known[key], stream=None, mode=None)
         return self.known[key]
 

@@ -1,7 +1,8 @@
 """The code of a rank. Emitted modules import their building blocks from here; nothing here imports the compiler."""
 
 from rewriter.ir.ops import MaskSpec, SequencePlan
-from rewriter.runtime.attention.cached import attention
+from rewriter.ir.phases import PromptPhase
+from rewriter.runtime.attention.cached import attention, store_keys
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.attention.sequence_axis import SequenceAxis, Shards
 from rewriter.runtime.cache import SequenceCache, SlotSpec, StaticCache
@@ -56,6 +57,7 @@ __all__ = [
     "PerRankConv1D",
     "PerRankLayerNorm",
     "PerRankLinear",
+    "PromptPhase",
     "RowParallelConv1D",
     "RowParallelLinear",
     "RuntimeModel",
@@ -93,6 +95,7 @@ __all__ = [
     "shard_tokens",
     "share",
     "shared_gradient",
+    "store_keys",
     "sum_gradients",
     "vocab_embedding",
 ]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.phases import PromptPhase
 from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.runtime.attention.sequence_axis import Shards
 from rewriter.runtime.cache import SequenceCache, StaticCache
@@ -40,6 +41,9 @@ class Context:
     first_valid: int64 [B], the number of padding tokens at the left of each row; None means that there are none.
     segment_ids: int64 [B, S], packed sequences: a token sees those of its own segment, a run of equal ids. For whole
         rows, without a cache.
+    rewired: of a model whose passes rewire tokens of the prompt alone, which tokens are rewired: bool [B, S] or [1, S],
+        or True or False for all. None: without `position` rows are prompts (with `segment_ids`, each segment is one),
+        and tokens that follow others are exact. The model's forward reads it and hands layers None.
     shards: how tokens are sharded over a sequence axis while a model computes; None where each rank holds them all.
         The model's forward sets it. Everything else here is of full sequences, and equal on all ranks of the axis.
     """
@@ -49,6 +53,7 @@ class Context:
     first_valid: Tensor | None = None
     segment_ids: Tensor | None = None
     shards: Shards | None = None
+    rewired: Tensor | bool | None = None
 
     def __post_init__(self) -> None:
         if self.segment_ids is not None and self.cache is not None:
@@ -78,7 +83,21 @@ def segment_positions(segment_ids_BS: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(1).values
 
 
-register_node(Context, ("cache", "position", "first_valid", "segment_ids"), ("shards",))
+def rewired_by_default(phase: PromptPhase, shape: torch.Size, ctx: Context, device: torch.device) -> Tensor | bool:
+    """The tokens that `phase` rewires in a call of `shape` [B, S] that does not say: bool [B or 1, S], or False."""
+    if ctx.position is not None:
+        return False
+    if ctx.segment_ids is None:
+        padding = ctx.first_valid
+        return phase.rewired(shape[1], padding).to(device).expand(1 if padding is None else shape[0], shape[1])
+    place = segment_positions(ctx.segment_ids)
+    to_end = segment_positions(ctx.segment_ids.flip(1)).flip(1)
+    if ctx.first_valid is not None:
+        place = torch.minimum(place, torch.arange(shape[1], device=device) - ctx.first_valid[:, None])
+    return (place >= phase.exact_head) & (to_end >= phase.exact_tail)
+
+
+register_node(Context, ("cache", "position", "first_valid", "segment_ids", "rewired"), ("shards",))
 
 
 def shard_tokens(x: Tensor, ctx: Context, fill: float = 0) -> Tensor:

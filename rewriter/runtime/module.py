@@ -13,9 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_tokens
+from rewriter.ir.phases import PromptPhase
 from rewriter.runtime.attention.sequence_axis import SequenceAxis
 from rewriter.runtime.cache import SlotSpec, StaticCache
-from rewriter.runtime.context import Context, check_agreement, positions, segment_positions, shard_tokens
+from rewriter.runtime.context import (
+    Context,
+    check_agreement,
+    positions,
+    rewired_by_default,
+    segment_positions,
+    shard_tokens,
+)
 from rewriter.runtime.replicas import IGNORED, Replicas, global_loss, next_tokens, sum_gradients
 
 
@@ -43,7 +51,8 @@ class RuntimeModel(nn.Module):
     computes depends on the length of its call, so that a prompt is one call; after `renewed_after` tokens, keys and
     values of all of them are computed anew. The mesh may have a dimension "dp" of replicas that see different rows.
     `in_fp32` are the parameters that transformers keeps in fp32 in a model of a dtype, by its name, with * for the
-    number of a layer. `vocabulary` is the number of tokens, `positions` that of the table of positions; None where it
+    number of a layer. `phase` says which tokens of a prompt are rewired, where not all tokens are computed alike: the
+    model then has `compute_exact`, `compute_mixed` and `compute_keys` as well. `vocabulary` is the number of tokens, `positions` that of the table of positions; None where it
     is not known, or where there is no table.
     """
 
@@ -53,6 +62,7 @@ class RuntimeModel(nn.Module):
     by_length: bool = False
     in_fp32: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     renewed_after: int | None = None
+    phase: PromptPhase | None = None
     vocabulary: int | None = None
     positions: int | None = None
 
@@ -65,16 +75,17 @@ class RuntimeModel(nn.Module):
         input_ids_BS: Tensor,
         position_ids_BS: Tensor | None = None,
         ctx: Context | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | None = 0,
         *,
         labels: Tensor | None = None,
         gather: bool = True,
-    ) -> Tensor | LocalLogits | LossOutput:
+    ) -> Tensor | LocalLogits | LossOutput | None:
         """Logits [B, S, V] of the full vocabulary for tokens int64 [B, S], of which every rank passes all.
 
         `position_ids_BS` (int64) are by default 0 … S − 1, counted from each row's first valid token, or from the start
         of its segment; `ctx` is by default that of full, unpadded rows. `logits_to_keep` n > 0 gives the logits of the
-        last n tokens only, so that prefill need not compute the rest. Where tokens are sharded, `gather=False` leaves
+        last n tokens only, so that prefill need not compute the rest; None gives no logits: the call only fills its
+        cache. Where tokens are sharded, `gather=False` leaves
         each rank those of its own tokens: LocalLogits.
 
         With `labels` (int64 [B, S], the tokens themselves; −100 is ignored) the result is a LossOutput, with the loss
@@ -83,15 +94,22 @@ class RuntimeModel(nn.Module):
         rank the gradient of this mean: see `rewriter.runtime.replicas`.
 
         Raises RewriterError for tokens beyond the vocabulary (on a CPU, and where they do not follow others), for
-        tokens after a cache without their positions, for labels, padding or segments of another shape than the
-        tokens, for arguments that exclude each other, and where ranks that share sequences are given different ones.
+        tokens after a cache without their positions, for labels, padding, segments or `ctx.rewired` of another shape
+        than the tokens, for `ctx.rewired` where all tokens are computed alike, for arguments that exclude each other, and where ranks that share sequences are given different ones.
         """
         ctx = self._context(input_ids_BS, ctx or Context())
+        rewired = self._rewired(input_ids_BS, ctx)
+        if ctx.rewired is not None:
+            ctx = replace(ctx, rewired=None)
         if position_ids_BS is None:
             position_ids_BS = self._positions(input_ids_BS, ctx)
         if labels is not None and labels.shape != input_ids_BS.shape:
             raise RewriterError(
                 f"labels {list(labels.shape)}: expected the shape of input_ids, {list(input_ids_BS.shape)}"
+            )
+        if logits_to_keep is None and (ctx.cache is None or labels is not None or not gather):
+            raise RewriterError(
+                "logits_to_keep=None only fills a cache. Pass one in the context, without labels or gather"
             )
         if logits_to_keep and (labels is not None or not gather):
             raise RewriterError(
@@ -107,11 +125,22 @@ class RuntimeModel(nn.Module):
                 segment_ids=ctx.segment_ids,
                 first_valid=ctx.first_valid,
                 position_ids=position_ids_BS,
+                rewired=rewired if isinstance(rewired, Tensor) else None,
             )
         if torch.is_grad_enabled():
             sum_gradients(self)
         whole = gather and labels is None
-        logits = self.compute(input_ids_BS, position_ids_BS, ctx, logits_to_keep, whole and not logits_to_keep)
+        inputs = (input_ids_BS, position_ids_BS)
+        if logits_to_keep is None and rewired is True:
+            self.compute_keys(*inputs, ctx)
+            return None
+        options = (1 if logits_to_keep is None else logits_to_keep, whole and logits_to_keep == 0)
+        if isinstance(rewired, Tensor):
+            logits = self.compute_mixed(*inputs, rewired, ctx, *options)
+        else:
+            logits = (self.compute if rewired in (None, True) else self.compute_exact)(*inputs, ctx, *options)
+        if logits_to_keep is None:
+            return None
         if whole:
             return logits
         loss = None
@@ -125,6 +154,45 @@ class RuntimeModel(nn.Module):
     ) -> Tensor:
         """Generated code: logits of all tokens, or without `gather` of those that this rank holds, with padding."""
         raise NotImplementedError(f"{type(self).__name__} has no compute")
+
+    def compute_exact(
+        self, input_ids: Tensor, position_ids: Tensor, ctx: Context, logits_to_keep: int = 0, gather: bool = True
+    ) -> Tensor:
+        """Generated code, where there is a `phase`: the same for exact tokens; `compute` is for rewired ones."""
+        raise NotImplementedError(f"{type(self).__name__} has no compute_exact")
+
+    def compute_mixed(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        rewired: Tensor,
+        ctx: Context,
+        logits_to_keep: int = 0,
+        gather: bool = True,
+    ) -> Tensor:
+        """Generated code, where there is a `phase`: the same for tokens of which `rewired` (bool [B, S]) are rewired."""
+        raise NotImplementedError(f"{type(self).__name__} has no compute_mixed")
+
+    def compute_keys(self, input_ids: Tensor, position_ids: Tensor, ctx: Context) -> None:
+        """Generated code, where there is a `phase`: stores keys and values of rewired tokens, and computes no more."""
+        raise NotImplementedError(f"{type(self).__name__} has no compute_keys")
+
+    def _rewired(self, input_ids_BS: Tensor, ctx: Context) -> Tensor | bool | None:
+        """The tokens of a call that are rewired: bool [B, S], or all or none of them; None without a `phase`."""
+        shape, rewired = input_ids_BS.shape, ctx.rewired
+        if self.phase is None:
+            if rewired is not None:
+                raise RewriterError(
+                    f"{type(self).__name__} computes all tokens alike: leave rewired out of the context"
+                )
+            return None
+        if rewired is None:
+            rewired = rewired_by_default(self.phase, shape, ctx, input_ids_BS.device)
+        if not isinstance(rewired, Tensor):
+            return rewired
+        if rewired.dtype != torch.bool or rewired.shape not in (shape, (1, shape[1])):
+            raise RewriterError(f"rewired: {rewired.dtype} {list(rewired.shape)}; expected bool {list(shape)}")
+        return rewired.expand(shape)
 
     def _context(self, input_ids_BS: Tensor, ctx: Context) -> Context:
         """`ctx` with what it says about tokens that are sharded over ranks."""

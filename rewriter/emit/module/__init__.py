@@ -15,28 +15,28 @@ from torch import fx
 from rewriter.common.errors import RewriterError
 from rewriter.emit.files.weights import kept_in_fp32
 from rewriter.emit.module.classes import ClassTable, containers
-from rewriter.emit.module.layers import (
-    Outline,
-    RuntimeLayer,
-    RuntimeLayerPrinter,
-    outline,
-    previous,
-    with_values_in_flight,
-)
+from rewriter.emit.module.keys import keys_alone
+from rewriter.emit.module.layers import RuntimeLayer, RuntimeLayerPrinter
+from rewriter.emit.module.wiring import Wiring, previous
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.python_source import UniqueNames, assignment, attribute, broken, literal
 from rewriter.emit.statements import StatementPrinter
 from rewriter.ir import Body, Opaque, Program, args_of, ops, walk_modules
 from rewriter.ir.absolute_positions import counts_tokens
 from rewriter.ir.marks import in_stream
+from rewriter.ir.phases import has_both_phases, prompt_phase
 from rewriter.ir.schedule import with_readers_first
 from rewriter.ir.structure import is_dropout, without_dropout
+from rewriter.passes.phases import both_wirings, exact_wiring
 from rewriter.passes.sequence.sequence_plans import sequence_plan
 from rewriter.weights.checkpoint import TORCH_DTYPES
 
 
 def emit_runtime_module(program: Program) -> str:
     """The source of module.py for `program`, whose class `Model(mesh)` is a `rewriter.runtime.RuntimeModel`.
+
+    Where passes rewire tokens of the prompt alone, layers have methods for rewired tokens (`forward`), for exact ones
+    and for both, over the same modules, and one that computes the keys of rewired tokens and no logits.
 
     Raises RewriterError for what cannot be printed.
     """
@@ -48,8 +48,7 @@ def emit_runtime_module(program: Program) -> str:
     inside = [module.graph for _, module in walk_modules(program.modules) if isinstance(module, Body)]
     if any(node.target is ops.additive_mask for graph in (program.graph, *inside) for node in graph.nodes):
         raise _not_held("the model computes with its mask outside of attention, such as for ALiBi")
-    # a program that was not split still has its dropout
-    return _Emitter(program.with_(graph=with_readers_first(without_dropout(program)))).source()
+    return _Emitter(program).source()
 
 
 def _not_held(what: str) -> RewriterError:
@@ -62,11 +61,26 @@ def _not_held(what: str) -> RewriterError:
 class _Emitter:
     def __init__(self, program: Program) -> None:
         self.program, self.source_info = program, program.source
-        self.plan = sequence_plan(program)
+        self.plan, self.phase = sequence_plan(program), prompt_phase(program)
         names = UniqueNames({"Model", "nn", "F", "torch"})
         self.table = ClassTable(names=names)
-        self.outline: Outline = with_values_in_flight(outline(program.graph, program.source.num_layers))
-        self.printer = RuntimeLayerPrinter(program, self.outline, self.table, names)
+        programs = {"": program}
+        if self.phase is not None:
+            programs |= {"exact": exact_wiring(program), "mixed": both_wirings(program)}
+        # one object for modules that are alike, which their wirings made more than once
+        modules = {path: module for one in reversed(programs.values()) for path, module in one.modules.items()}
+        self.program = program.with_(modules=modules)
+        # a program that was not split still has its dropout
+        ready = {
+            name: one.with_(modules=modules, graph=with_readers_first(without_dropout(one), copies=True))
+            for name, one in programs.items()
+        }
+        self.wirings = {name: Wiring(one, self.table) for name, one in ready.items()}
+        self.partial: dict[str, Wiring] = {}
+        if self.phase is not None:
+            keys, self.table.stores = keys_alone(ready[""])
+            self.partial["keys"] = Wiring(keys, self.table)
+        self.printer = RuntimeLayerPrinter(self.wirings, self.partial, self.table, names)
 
     def source(self) -> str:
         layers, classes = self.printer.run()
@@ -91,6 +105,13 @@ class _Emitter:
                 "Every rank gets the full sequences. Between shard_tokens and gather_tokens it computes on its own "
                 "tokens only. Attention finds the keys and values of the others by ctx."
             )
+        if self.phase is not None:
+            paragraphs.append(
+                f"The passes rewire {self.phase}; all other tokens, and those that are generated, are exact. compute "
+                "is for rewired tokens, compute_exact for exact ones, compute_mixed for both, and compute_keys leaves "
+                "keys and values of rewired tokens in the cache, without logits. ctx.rewired says which; by default "
+                "rows without earlier tokens are prompts, and tokens after others exact."
+            )
         return "\n\n".join(textwrap.fill(p, 116, break_on_hyphens=False) for p in paragraphs) + "\n"
 
     # --- the model ---
@@ -109,6 +130,8 @@ class _Emitter:
         lines = ["class Model(RuntimeModel):", f"    slots = ({_folded(self.printer.slot_specs)})"]
         if dropout:
             lines.append(f"    dropout_probability = {dropout}")
+        if self.phase is not None:
+            lines.append(f"    phase = {self.phase!r}")
         if self.source_info.by_length:
             lines.append("    by_length = True  # rotary frequencies depend on the length of a call")
         if self.source_info.renewed_after is not None:
@@ -127,8 +150,12 @@ class _Emitter:
         lines += made
         for alias, canonical in self.program.ties.items():
             lines.append(f"        {assignment(alias, attribute(canonical))}")
-        lines += ["", "    def compute(self, input_ids, position_ids, ctx, logits_to_keep=0, gather=True):"]
-        lines += [f"        {line}" for line in self._compute(layers, paths)]
+        for method, wiring in {**self.wirings, **self.partial}.items():
+            name, inputs = f"compute_{method}".rstrip("_"), ["input_ids", "position_ids"]
+            inputs += ["rewired"] * has_both_phases(wiring.program) + ["ctx"]
+            inputs += ["logits_to_keep=0", "gather=True"] if method in self.wirings else []
+            lines += ["", f"    def {name}(self, {', '.join(inputs)}):"]
+            lines += [f"        {line}" for line in self._compute(method, wiring, layers, paths)]
         return "\n".join(lines)
 
     def _in_fp32(self) -> dict[str, tuple[str, ...]]:
@@ -164,43 +191,52 @@ class _Emitter:
         step = numbers[1] if len(numbers) > 1 else 1
         return step if numbers == [i * step for i in range(len(numbers))] else None
 
-    def _compute(self, layers: list[RuntimeLayer], paths: Mapping[str, str]) -> list[str]:
+    def _compute(self, method: str, wiring: Wiring, layers: list[RuntimeLayer], paths: Mapping[str, str]) -> list[str]:
+        """The lines of the model's method that computes by `wiring`, by the layers' entries of `method`."""
+
         def module(path: str) -> str:
             return attribute(paths.get(path, path))
 
-        env: dict[fx.Node, str] = {n: str(n.target) for n in self.program.graph.nodes if n.op == "placeholder"}
-        used_later = {n for r in self.outline.layers for n in r.inputs} | {
-            s for n in self.outline.after for s in n.all_input_nodes
+        env: dict[fx.Node, str] = {n: str(n.target) for n in wiring.program.graph.nodes if n.op == "placeholder"}
+        outline = wiring.outline
+        used_later = {n for r in outline.layers for n in r.inputs} | {
+            s for n in outline.after for s in n.all_input_nodes
         }
-        before = self.outline.before
+        before = outline.before
         keep: dict[fx.Node, str | None] = {n: None for n in before if n in used_later}
 
-        crossing = {name for layer in layers for name in self.printer.names_of(layer.gives).values()}
+        entries = [layer.calls[method].entry for layer in layers]
+        crossing = {name for entry in entries for name in wiring.names_of(entry.gives).values()}
 
         def role(node: fx.Node) -> str:
-            name = "x" if in_stream(node) else self.printer.roles.in_context(node)
+            name = "x" if in_stream(node) else wiring.roles.in_context(node)
             return f"outer_{name}" if name in crossing and not in_stream(node) else name
 
         first = StatementPrinter(before, env, keep, role, module)
         first.run()
         lines, env = first.text, first.env
         calls = []
-        for layer in layers:
-            taken = ", ".join([*map(previous, layer.reads), *(env[n] for n in layer.takes)])
-            env |= self.printer.names_of(layer.gives)
-            calls.append((layer.cls, layer.reads, f"{', '.join(env[n] for n in layer.gives)} = {{}}({taken})"))
+        for layer, entry, region in zip(layers, entries, outline.layers, strict=True):
+            taken = ", ".join([*map(previous, entry.reads), *(env[n] for n in entry.takes)])
+            env |= wiring.names_of(entry.gives)
+            if not region.nodes:  # nothing of it is needed
+                continue
+            given = f"{', '.join(env[n] for n in entry.gives)} = " if entry.gives else ""
+            called = f".{name}" if (name := layer.calls[method].method) else ""
+            calls.append((layer.cls.name, entry.reads, f"{given}{{}}{called}({taken})"))
         lines += _loops(calls, f"self.{self.source_info.layers}")
-        head = self._head()
-        result = args_of(self.program.graph.output_node())[0]
-        assert isinstance(result, fx.Node)
+        result = args_of(wiring.program.graph.output_node())[0]
+        if not isinstance(result, fx.Node):
+            return lines
+        head = _head(wiring)
         gathered = result if result.target is ops.gather_tokens else None
         result = result if gathered is None else args_of(gathered)[0]
-        tail = [n for n in self.outline.after if n is not gathered]
+        tail = [n for n in outline.after if n is not gathered]
         last = StatementPrinter(
             tail,
             {s: env[s] for n in tail for s in n.all_input_nodes if s in env},
             {result: "logits"},
-            self.printer.roles.of,
+            wiring.roles.of,
             module,
             inline=False,
         )
@@ -221,13 +257,14 @@ class _Emitter:
         wanted = f"{name}[:, -logits_to_keep:]" if self.plan is None else f"last_tokens({name}, logits_to_keep, ctx)"
         return f"{name} = {wanted}  # 0 keeps all"
 
-    def _head(self) -> fx.Node | None:
-        """The first node after the layers that leads to the head alone: only the wanted tokens need to pass it."""
-        last = next((n for n in reversed(self.outline.after) if n.op == "call_module"), None)
-        if last is None:
-            return None
-        entered = last.all_input_nodes[0]
-        return entered if entered.target is ops.copy_to_group else last
+
+def _head(wiring: Wiring) -> fx.Node | None:
+    """The first node after the layers that leads to the head alone: only the wanted tokens need to pass it."""
+    last = next((n for n in reversed(wiring.outline.after) if n.op == "call_module"), None)
+    if last is None:
+        return None
+    entered = last.all_input_nodes[0]
+    return entered if entered.target is ops.copy_to_group else last
 
 
 def _plan(plan: ops.SequencePlan) -> str:
@@ -262,10 +299,10 @@ def _loops(calls: list[tuple[str, tuple[int, ...], str]], layers: str) -> list[s
 
 _RUNTIME_NAMES = (
     "ColumnParallelConv1D", "ColumnParallelLinear", "Conv1D", "MaskSpec", "PerRankConv1D", "PerRankLayerNorm",
-    "PerRankLinear", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis", "SequencePlan",
+    "PerRankLinear", "PromptPhase", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis", "SequencePlan",
     "Shared", "SlotSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce", "all_reduce_start",
     "all_reduce_wait", "attention", "copy_to_group", "experts", "fork", "gather_tokens", "last_tokens", "own_shard",
-    "repeat_shard", "shard_tokens", "shared_gradient", "vocab_embedding",
+    "repeat_shard", "shard_tokens", "shared_gradient", "store_keys", "vocab_embedding",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rewriter.common.errors import RewriterError
+from rewriter.emit.module.keys import STORE_KEYS
 from rewriter.emit.python_source import UniqueNames, assignment, attribute
 from rewriter.emit.statements import body_lines
 from rewriter.ir import Body, Leaf, Module, ops
@@ -38,6 +39,7 @@ class ClassTable:
     by_text: dict[str, PrintedClass] = field(default_factory=dict)
     by_body: dict[int, PrintedClass] = field(default_factory=dict)
     per_rank: set[int] = field(default_factory=set)  # ids of bodies whose input differs by rank
+    stores: dict[int, Body] = field(default_factory=dict)  # by id of a body, what of it only stores keys and values
     keep: list[Body] = field(default_factory=list)  # ids in `by_body` stay valid while their bodies live
 
     def add(self, body: Body) -> PrintedClass:
@@ -102,6 +104,10 @@ class ClassTable:
 
         parameters, forward = body_lines(body, tensor)
         lines += ["", f"    def forward({', '.join(['self', *parameters])}):", *(f"        {line}" for line in forward)]
+        if id(body) in self.stores:
+            parameters, stored = body_lines(self.stores[id(body)], tensor)
+            lines += ["", f"    def {STORE_KEYS}({', '.join(['self', *parameters])}):"]
+            lines += [f"        {line}" for line in stored]
         return "\n".join(lines)
 
     def source(self) -> str:

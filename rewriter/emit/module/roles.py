@@ -58,6 +58,8 @@ class Roles:
 
     def _computed(self, node: fx.Node) -> str:
         """Sums and multiples inside of a layer."""
+        if node.target is ops.where_rewired:
+            return self.of(args_of(node)[1])
         if node.target is getattr:
             return str(args_of(node)[1])
         operands = [self.of(n) for n in node.all_input_nodes]

@@ -79,6 +79,20 @@ def attention(
     return _sdpa(q_BHSD, k_BKSD, v_BKSE, added, False, scale)
 
 
+def store_keys(k_BKSD: Tensor, v_BKSE: Tensor, ctx: Context, *, slot: int) -> None:
+    """Store keys and values as `attention` does, and attend to nothing. Raises RewriterError without a cache."""
+    if ctx.cache is None:
+        raise RewriterError(f"store_keys: slot {slot!r} without a cache to store keys in. Pass one in the context")
+    if isinstance(ctx.cache, StaticCache):
+        ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
+    elif ctx.shards is not None:
+        ctx.cache.store_prompt(slot, k_BKSD, v_BKSE, ctx.shards)
+    elif ctx.position is not None:
+        ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
+    else:
+        raise _without_axis()
+
+
 def without_masks(q: Tensor) -> bool:
     """True if one new token like `q` looks at a cache by the kernel that computes from its position what is seen."""
     return q.is_cuda
@@ -132,14 +146,18 @@ def _over_ranks(
         key, length = shards.axis.key, shards.length
         return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
     if cache is None or ctx.position is None:
-        raise RewriterError(
-            "SequenceCache: a full sequence without a sequence axis. Use it with the model that it was made for, or a "
-            "StaticCache"
-        )
+        raise _without_axis()
     k_BKTD, v_BKTE, places = cache.append(slot, k_BKSD, v_BKSE, ctx.position)
     s = ctx.position + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
     visible = _stored_visible(mask, ctx, s, places)
     return decode_over_ranks(q_BHSD, k_BKTD, v_BKTE, visible, cache.axis.key, scale=scale, sinks=sinks)
+
+
+def _without_axis() -> RewriterError:
+    return RewriterError(
+        "SequenceCache: a full sequence without a sequence axis. Use it with the model that it was made for, or a "
+        "StaticCache"
+    )
 
 
 def _visible(mask: MaskSpec, ctx: Context, positions: Tensor | None, queries: int, device: torch.device) -> Tensor:

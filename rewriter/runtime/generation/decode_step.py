@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.phases import PromptPhase
 from rewriter.runtime.cache import SequenceCache, StaticCache, make_cache
 from rewriter.runtime.collectives.small_sums import small_gather
 from rewriter.runtime.compiled import backend_of, compile_step
 from rewriter.runtime.context import Context, positions
 from rewriter.runtime.generation.cached_step import CachedStep
+from rewriter.runtime.generation.prompt import Call, prompt_calls
 from rewriter.runtime.loading import Origin
 from rewriter.runtime.streams import capture, host_waits, why_not_captured
 
@@ -195,20 +197,37 @@ class DecodeStep(DecodeState):
 
     @torch.no_grad()
     def prefill(self, ids_BS: Tensor, chunk: int | None = PREFILL_CHUNK) -> None:
-        """Compute the prompts int64 [B, S], `chunk` tokens at a time, and choose the first new tokens."""
-        length, device = ids_BS.shape[1], ids_BS.device
-        if chunk is None or isinstance(self.cache, SequenceCache) or getattr(self.model, "by_length", False):
-            chunk = length
+        """Compute the prompts int64 [B, S], `chunk` tokens at a time, and choose the first new tokens.
+
+        Where a model rewires tokens of the prompt alone, their ends are calls of their own, and the others give no
+        logits.
+        """
         self.prompts = ids_BS
+        self._fill(ids_BS, chunk)
+
+    def _fill(self, ids_BS: Tensor, chunk: int | None) -> None:
+        """Compute the prompts and what was generated after them, on an empty cache."""
+        assert self.prompts is not None
+        length, device, sharded = ids_BS.shape[1], ids_BS.device, isinstance(self.cache, SequenceCache)
+        phase: PromptPhase | None = getattr(self.model, "phase", None)
         padding = self.first_valid if self.padded else None  # without any, attention takes faster ways
         here_BS = positions(length, padding, self.batch, device)
-        for start in range(0, length, chunk):
-            end = min(start + chunk, length)
-            place = None if start == 0 else torch.full((), start, device=device)
-            cache = self._first(end) if start else self.cache
-            ctx = Context(cache, place, padding)
-            logits = self.model(ids_BS[:, start:end], here_BS[:, start:end], ctx, logits_to_keep=1)[:, -1]
-        self.choose(logits)
+        if getattr(self.model, "by_length", False):  # one call
+            mask = None if phase is None else phase.rewired(length, padding, self.prompts.shape[1]).to(device)
+            calls = [Call(0, length, mask)]
+        else:
+            calls = prompt_calls(
+                length, None if sharded else chunk, phase, padding, self.prompts.shape[1], whole=sharded
+            )
+        for call in calls:
+            place = None if call.start == 0 else torch.full((), call.start, device=device)
+            cache = self._first(call.end) if call.start else self.cache
+            rewired = call.rewired.to(device) if isinstance(call.rewired, Tensor) else call.rewired
+            tokens = slice(call.start, call.end)
+            wanted = None if phase is not None and call.end < length else 1
+            ctx = Context(cache, place, padding, rewired=rewired)
+            logits = self.model(ids_BS[:, tokens], here_BS[:, tokens], ctx, logits_to_keep=wanted)
+        self.choose(logits[:, -1])
 
     def take(self) -> None:
         self._take()
@@ -220,7 +239,7 @@ class DecodeStep(DecodeState):
         if self.prompts is not None and self.written - 1 == getattr(self.model, "renewed_after", None):
             self.cache.clear()
             made = self.produced[: self.written - self.prompts.shape[1]]
-            self.prefill(torch.cat([self.prompts, made.T], dim=1))
+            self._fill(torch.cat([self.prompts, made.T], dim=1), PREFILL_CHUNK)
             return
         if not self._prepared:
             self._prepare()

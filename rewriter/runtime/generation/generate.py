@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_positions, check_tokens
+from rewriter.ir.phases import PromptPhase
 from rewriter.runtime.context import Context, positions
 from rewriter.runtime.generation.decode_step import PREFILL_CHUNK, DecodeState, DecodeStep, Sampling, decode_step
 from rewriter.runtime.replicas import Replicas
@@ -109,7 +110,7 @@ class _WithoutCache(DecodeState):
         self.model = model
 
     def prefill(self, ids_BS: Tensor, chunk: int | None = None) -> None:
-        self.ids = ids_BS
+        self.ids, self.prompt = ids_BS, ids_BS.shape[1]
         self._compute()
 
     def next(self) -> None:
@@ -118,8 +119,12 @@ class _WithoutCache(DecodeState):
 
     def _compute(self) -> None:
         first_valid = self.first_valid if self.padded else None
-        here = positions(self.ids.shape[1], first_valid, self.batch, self.ids.device)
-        self.choose(self.model(self.ids, here, Context(first_valid=first_valid), logits_to_keep=1)[:, -1])
+        length, device = self.ids.shape[1], self.ids.device
+        here = positions(length, first_valid, self.batch, device)
+        phase: PromptPhase | None = getattr(self.model, "phase", None)
+        rewired = None if phase is None else phase.rewired(length, first_valid, self.prompt).to(device)
+        ctx = Context(first_valid=first_valid, rewired=rewired)
+        self.choose(self.model(self.ids, here, ctx, logits_to_keep=1)[:, -1])
 
 
 def tokens_between_polls(device: torch.device) -> int:
