@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
@@ -11,9 +11,9 @@ from rewriter.fabric import Call, Delay, Fabric, WhatIf, load_fabric
 from rewriter.ir import Program, args_of
 from rewriter.ir.communication import model_dtype, model_dtype_bytes
 from rewriter.ir.marks import marks
-from rewriter.ir.phases import PromptPhase, prompt_phase
+from rewriter.ir.phases import PromptPhase, is_phased, prompt_phase
 from rewriter.passes.base import Effect
-from rewriter.passes.phases import exact_wiring
+from rewriter.passes.phases import exact_wiring, without_prompt_passes
 from rewriter.passes.placement.rank_memory import cache_elements, memory
 from rewriter.passes.sequence.sequence_plans import attentions
 from rewriter.predict import uncertainty
@@ -35,6 +35,7 @@ from rewriter.predict.timeline import KernelDurations, Timeline
 from rewriter.predict.uncertainty import interval
 from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Cluster, ForwardPass, Workload
 
+_KEPT = 8  # wirings of exact tokens that are kept
 PHASED = (
     "It rewires {}. A prefill is a call for these tokens, whose last layer computes keys and values alone, and one for "
     "the exact tokens at each end; generated tokens are computed as without these passes."
@@ -84,7 +85,7 @@ class Predictor:
     runner: Runner = field(default_factory=Runner)
     durations: dict[object, KernelDurations] = field(default_factory=dict)
     known: dict[Call, Delay] = field(default_factory=dict)
-    wirings: dict[int, tuple[Program, Program]] = field(default_factory=dict)  # of exact tokens, by id of the program
+    wirings: dict[Hashable, Program] = field(default_factory=dict)  # of exact tokens; each holds its origin
     changes: dict[int, list[tuple[KernelDurations, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +106,8 @@ class Predictor:
         first: tuple[_Simulated, list[BreakEven]] | None = None
         for candidate in candidates:
             try:
+                if prompt_phase(candidate.program) is not None:
+                    exact_wiring(candidate.program)  # raises where one set of weights cannot serve both
                 done = self._with_changes(candidate.program, self.simulate(candidate.program))
             except RewriterError as error:  # the fabric has no answer for what it communicates
                 if first is None:
@@ -171,12 +174,16 @@ class Predictor:
         return prompt + self.workload.generate if self.workload.attention == "plain" else 0
 
     def _exact(self, program: Program) -> Program:
-        """The wiring of exact tokens."""
+        """The wiring of exact tokens; programs whose passes differ in those of the prompt alone have it in common."""
         if prompt_phase(program) is None:
             return program
-        if id(program) not in self.wirings:
-            self.wirings[id(program)] = program, exact_wiring(program)
-        return self.wirings[id(program)][1]
+        passes = tuple(repr(entry.rewrite) for entry in program.history if not is_phased(entry.rewrite))
+        key = (id(program.origin), tuple(program.mesh.items()), passes)
+        if key not in self.wirings:
+            if len(self.wirings) >= _KEPT:
+                self.wirings.clear()
+            self.wirings[key] = without_prompt_passes(program)
+        return self.wirings[key]
 
     def _calls(
         self, program: Program, given: Sequence[tuple[Program, ForwardPass]]
