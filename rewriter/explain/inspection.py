@@ -25,8 +25,10 @@ from rewriter.ir import Program
 from rewriter.ir.communication import by_layer, by_place, collectives, quantized, summary
 from rewriter.ir.layer_plan import BlockPlan, layer_plans
 from rewriter.ir.ops import SequencePlan
+from rewriter.ir.phases import prompt_phase
 from rewriter.ir.residual import annotate, stream_values
 from rewriter.ir.sequence_plan import KINDS
+from rewriter.passes.phases import exact_wiring
 from rewriter.passes.placement.rank_memory import memory
 from rewriter.passes.sequence.distributed_attention import ALGORITHMS, AttentionShape
 from rewriter.passes.sequence.sequence_costs import lower_bound
@@ -116,6 +118,7 @@ def inspect(
             "before": _traffic(standard),
             "after": _traffic(after) if rewritten else None,
         },
+        "phases": _phases(after),
         "sequence": sequence(after, sp, tokens),
         "memory": asdict(memory(after)),
         "rules": rules,
@@ -172,6 +175,21 @@ def _blocks(program: Program) -> list[dict[str, Any]]:
         }
         for layer, block in blocks
     ]
+
+
+def _phases(program: Program) -> dict[str, Any] | None:
+    """Both wirings of passes that rewire the prompt alone: which tokens are rewired, for which all else that is said
+    of the program holds, and what holds for the exact ones. None where all tokens are computed alike."""
+    phase = prompt_phase(program)
+    if phase is None:
+        return None
+    exact = exact_wiring(program)
+    return {
+        "rewired": str(phase),
+        "exact_head": phase.exact_head,
+        "exact_tail": phase.exact_tail,
+        "exact": {"blocks": _blocks(exact), "plan": plan_data(exact), "communication": _traffic(exact)},
+    }
 
 
 def _reads(block: BlockPlan, writers: Sequence[str], own: Collection[int]) -> str:

@@ -21,11 +21,19 @@ def tables(data: Mapping[str, Any]) -> Group:
     parts: list[RenderableType] = [_header(data)]
     if data["passes"]:
         parts.append(_entries("Passes", {"name": "pass", "kind": "kind", "summary": "what it did"}, data["passes"]))
+    phases = data["phases"]
+    if phases:
+        parts.append(
+            Text(f"Rewired tokens: {phases['rewired']}. Exact tokens: all others, and everything that is generated.")
+        )
     if data["blocks"]:
-        parts.append(_blocks(data["blocks"], bool(data["mesh"])))
+        sharded = bool(data["mesh"])
+        parts.append(_blocks(data["blocks"], sharded, ", of rewired tokens" if phases else ""))
+        if phases:
+            parts.append(_blocks(phases["exact"]["blocks"], sharded, ", of exact tokens"))
     else:
         parts.append(Text("no residual stream: its blocks cannot be distinguished (see the rules below)"))
-    parts.append(_communication(data["communication"], data["recipe"]))
+    parts.append(_communication(data["communication"], data["recipe"], phases))
     if data["sequence"]:
         parts += _sequence(data["sequence"])
     parts.append(_memory(data["memory"], data["mesh"]))
@@ -55,12 +63,13 @@ def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[s
     return table
 
 
-def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
-    """One row per block; layers with equal reads are one group, in which i stands for the layer."""
+def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool, whose: str = "") -> Table:
+    """One row per block; layers with equal reads are one group, in which i stands for the layer. `whose`: of which
+    tokens, as the title ends."""
     whole = all(block["on_ranks"] == "split" for block in blocks)
     extra = ("reduction", "B/token", *(() if whole else ("on ranks",))) if sharded else ()
     columns = ("layer", "block", "reads", *extra)
-    title = "Residual stream: each block adds what it computes to x"
+    title = f"Residual stream{whose}: each block adds what it computes to x"
     table = plain_table(title, *columns, numbers=("B/token",), fold=columns)
     for layers, rows in fold(blocks):
         label = f"{spans(layers)}" + (f" ×{len(layers)}" if len(layers) > 1 else "")
@@ -120,11 +129,15 @@ def _reduction(block: Mapping[str, Any]) -> str:
 # --- communication and memory ----------------------------------------------------------------------------------------
 
 
-def _communication(traffic: Mapping[str, Any], recipe: str | None) -> RenderableType:
+def _communication(
+    traffic: Mapping[str, Any], recipe: str | None, phases: Mapping[str, Any] | None = None
+) -> RenderableType:
     before, after = traffic["before"], traffic["after"]
     if not before["total"]["collectives"] and not (after and after["total"]["collectives"]):
         return Text.from_markup("[bold]Communication[/]\none device: nothing is communicated. --tp N shows N ranks.")
     sides = [("standard", before), *([(recipe or "after", after)] if after else [])]
+    if phases:
+        sides = [("standard", before), ("rewired tokens", after), ("exact tokens", phases["exact"]["communication"])]
     names = [name for name, _ in sides]
     table = plain_table("Communication per forward pass", "", *names, numbers=names, fold=("", *names))
     for key, label in _TOTALS.items():

@@ -8,28 +8,38 @@ from typing import Any
 
 from rewriter.ir import Program
 from rewriter.ir.layer_plan import BlockPlan, LayerGroup, ModulePlan, grouped, layer_plans, module_plans
+from rewriter.ir.phases import prompt_phase
+from rewriter.passes.phases import exact_wiring
 from rewriter.passes.sequence.sequence_plans import sequence_plan
 
 
 def plan_text(program: Program) -> str:
     """Each group of equal layers: what its blocks read, what becomes of their sums, what crosses to the next layer, and
-    how ranks hold every tensor. Tensors are listed again only where they differ from the group before."""
+    how ranks hold every tensor. Tensors are listed again only where they differ from the group before. Where passes
+    rewire the prompt alone: of rewired tokens, then of exact ones."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in program.mesh.items()) or "one device"
     lines = [f"{program.source.model_type}, {program.source.num_layers} layers, {mesh}"]
     if (sharing := sequence_plan(program)) is not None:
         lines.append(f"tokens over {sharing.ranks} ranks, attention: {sharing}")
+    phase = prompt_phase(program)
+    wirings = {"": program}
+    if phase is not None:
+        lines.append(f"rewired tokens: {phase}; exact tokens: all others, and what is generated")
+        wirings = {"rewired tokens": program, "exact tokens": exact_wiring(program)}
     before: list[ModulePlan] = []
-    for group in grouped(layer_plans(program)):
-        lines += ["", *_group(group)]
-        tensors = module_plans(program, group.first)
-        if tensors != before:
-            lines += ["", *_tensors(tensors)]
-        before = tensors
+    for title, wiring in wirings.items():
+        lines += ["", title] if title else []
+        for group in grouped(layer_plans(wiring)):
+            lines += ["", *_group(group)]
+            tensors = module_plans(wiring, group.first)
+            if tensors != before:
+                lines += ["", *_tensors(tensors)]
+            before = tensors
     return "\n".join(lines) + "\n"
 
 
 def plan_data(program: Program) -> list[dict[str, Any]]:
-    """`plan_text` as JSON values: each group of equal layers, with the tensors of its first."""
+    """The plan of one wiring as JSON values: each group of equal layers, with the tensors of its first."""
     return [
         group.to_dict() | {"tensors": [asdict(tensor) for tensor in module_plans(program, group.first)]}
         for group in grouped(layer_plans(program))

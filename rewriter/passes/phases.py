@@ -59,7 +59,12 @@ def exact_wiring(program: Program) -> Program:
     Its history has the passes that were applied alone. Equal to the model without the passes of the prompt, forward and
     backward; where they made modules fit for values that differ by rank, those values enter them here as copies.
     """
-    return _fitted(_without(program, is_phased), program)
+    return _fitted(without_prompt_passes(program), program)
+
+
+def without_prompt_passes(program: Program) -> Program:
+    """The model without the passes of the prompt, over modules of its own: what `exact_wiring` computes."""
+    return _without(program, is_phased)
 
 
 def both_wirings(program: Program) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
@@ -11,7 +11,9 @@ from rewriter.fabric import Call, Delay, Fabric, WhatIf, load_fabric
 from rewriter.ir import Program, args_of
 from rewriter.ir.communication import model_dtype, model_dtype_bytes
 from rewriter.ir.marks import marks
+from rewriter.ir.phases import PromptPhase, is_phased, prompt_phase
 from rewriter.passes.base import Effect
+from rewriter.passes.phases import exact_wiring, without_prompt_passes
 from rewriter.passes.placement.rank_memory import cache_elements, memory
 from rewriter.passes.sequence.sequence_plans import attentions
 from rewriter.predict import uncertainty
@@ -19,17 +21,25 @@ from rewriter.predict.break_even import BreakEven
 from rewriter.predict.forward import Runner
 from rewriter.predict.kernel_time import rates_of
 from rewriter.predict.results import (
+    FirstToken,
     Phase,
     PredictedPoint,
     Prediction,
     RecipeComparison,
     SkippedRecipe,
     generation_seconds,
+    joined,
 )
 from rewriter.predict.steps import Begin, Place, Step, TimelineRun, steps
 from rewriter.predict.timeline import KernelDurations, Timeline
 from rewriter.predict.uncertainty import interval
-from rewriter.predict.workload import Cluster, ForwardPass, Workload
+from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Cluster, ForwardPass, Workload
+
+_KEPT = 8  # wirings of exact tokens that are kept
+PHASED = (
+    "It rewires {}. A prefill is a call for these tokens, whose last layer computes keys and values alone, and one for "
+    "the exact tokens at each end; generated tokens are computed as without these passes."
+)
 
 
 @dataclass(frozen=True)
@@ -47,11 +57,15 @@ class Candidate:
         return "timing only" if "timing only" in effects else "approximating" if "approximating" in effects else "exact"
 
 
+Calls = list[list[Step]]
+"""The steps of each call of a pass, one after the other."""
+
+
 @dataclass(frozen=True)
 class _Simulated:
     prefill: Phase
     decode: Phase
-    steps: tuple[list[Step], list[Step]]
+    steps: tuple[Calls, Calls]
     notes: tuple[str, ...]
     changed: tuple[tuple[float, float], ...] = ()  # seconds of both, with each uncertain term off
 
@@ -71,6 +85,7 @@ class Predictor:
     runner: Runner = field(default_factory=Runner)
     durations: dict[object, KernelDurations] = field(default_factory=dict)
     known: dict[Call, Delay] = field(default_factory=dict)
+    wirings: dict[Hashable, Program] = field(default_factory=dict)  # of exact tokens; each holds its origin
     changes: dict[int, list[tuple[KernelDurations, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,6 +106,8 @@ class Predictor:
         first: tuple[_Simulated, list[BreakEven]] | None = None
         for candidate in candidates:
             try:
+                if prompt_phase(candidate.program) is not None:
+                    exact_wiring(candidate.program)  # raises where one set of weights cannot serve both
                 done = self._with_changes(candidate.program, self.simulate(candidate.program))
             except RewriterError as error:  # the fabric has no answer for what it communicates
                 if first is None:
@@ -113,21 +130,78 @@ class Predictor:
             skipped=(*skipped, *lacking),
         )
 
-    def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
-        load, place = self.workload, self._place(program)
-        fuse, batch, keys = load.fused, batch or load.batch, load.prompt + load.generate
-        logits, plain = 0 if load.all_logits else 1, keys if load.attention == "plain" else 0
-        prefill = self.runner.run(program, ForwardPass(batch, load.prompt, logits=logits, fused=fuse, plain=plain))
-        decode = self.runner.run(program, ForwardPass(batch, 1, keys=keys, fused=fuse, plain=plain))
-        made = (steps(prefill, place, fuse), steps(decode, place, fuse))
-        first, later = (Timeline(self._durations(program), self._delay, record).phase(listed) for listed in made)
-        return _Simulated(first, later, made, tuple(dict.fromkeys(prefill.notes + decode.notes)))
+    def simulate(
+        self, program: Program, batch: int | None = None, record: bool = True, cut: PromptPhase | None = None
+    ) -> _Simulated:
+        """The passes of a program. `cut`: its prefill is cut into calls as that of a program which rewires these tokens
+        alone, by default those of its own passes."""
+        load, batch, cut = self.workload, batch or self.workload.batch, cut or prompt_phase(program)
+        exact = self._exact(program)
+        prefill, said = self._calls(program, self._prefill(program, batch, load.prompt, cut))
+        last = ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=load.fused, plain=self._plain(load.prompt))
+        decode, more = self._calls(program, [(exact, last)])
+        first, later = (self._phase(program, calls, record) for calls in (prefill, decode))
+        return _Simulated(first, later, (prefill, decode), tuple(dict.fromkeys(said + more)))
+
+    def first_token(self, program: Program, prompt: int) -> FirstToken:
+        """The prefill of another prompt, everything else being the workload's."""
+        load = self.workload
+        calls, _ = self._calls(program, self._prefill(program, load.batch, prompt, prompt_phase(program)))
+        fits = self._held(program, load.batch, prompt) <= self.fabric.device.memory
+        return FirstToken(prompt, self._phase(program, calls, record=False).seconds, fits)
+
+    def _prefill(
+        self, program: Program, batch: int, prompt: int, cut: PromptPhase | None
+    ) -> list[tuple[Program, ForwardPass]]:
+        """The calls that a prefill consists of. Of one that is cut: the exact tokens before the rewired ones, these,
+        and the exact ones after them, each over the cache of those before; the last call alone has logits."""
+        load, exact = self.workload, self._exact(program)
+        parts = [(program, prompt)]
+        if cut is not None:
+            head, tail = min(cut.exact_head, prompt), min(cut.exact_tail, prompt)
+            body = prompt - head - tail
+            parts = [(exact, head), (program, body), (exact, tail)] if body > 0 else [(exact, prompt)]
+        plain, keys = self._plain(prompt), prompt + load.generate
+        whole = ForwardPass(batch, prompt, logits=0 if load.all_logits else 1, fused=load.fused, plain=plain)
+        calls: list[tuple[Program, ForwardPass]] = []
+        for wiring, tokens in parts:
+            if tokens:
+                calls.append((wiring, replace(whole, tokens=tokens, keys=keys if calls else 0)))
+        cache_only = not load.all_logits
+        return [*((wiring, replace(one, cache_only=cache_only)) for wiring, one in calls[:-1]), calls[-1]]
+
+    def _plain(self, prompt: int) -> int:
+        return prompt + self.workload.generate if self.workload.attention == "plain" else 0
+
+    def _exact(self, program: Program) -> Program:
+        """The wiring of exact tokens; programs whose passes differ in those of the prompt alone have it in common."""
+        if prompt_phase(program) is None:
+            return program
+        passes = tuple(repr(entry.rewrite) for entry in program.history if not is_phased(entry.rewrite))
+        key = (id(program.origin), tuple(program.mesh.items()), passes)
+        if key not in self.wirings:
+            if len(self.wirings) >= _KEPT:
+                self.wirings.clear()
+            self.wirings[key] = without_prompt_passes(program)
+        return self.wirings[key]
+
+    def _calls(
+        self, program: Program, given: Sequence[tuple[Program, ForwardPass]]
+    ) -> tuple[Calls, tuple[str, ...]]:
+        """The steps of these calls of wirings of `program`, and notes on them."""
+        place, fuse = self._place(program), self.workload.fused
+        forwards = [self.runner.run(wiring, one) for wiring, one in given]
+        return [steps(made, place, fuse) for made in forwards], tuple(note for made in forwards for note in made.notes)
+
+    def _phase(self, program: Program, calls: Calls, record: bool) -> Phase:
+        return joined([Timeline(self._durations(program), self._delay, record).phase(listed) for listed in calls])
 
     def _with_changes(self, program: Program, done: _Simulated) -> _Simulated:
         """`done`, simulated again with each term that is uncertain changed."""
         usual = self._durations(program)
         if id(usual) not in self.changes:
-            ran = [kernel for step in done.steps[1] if isinstance(step, TimelineRun) for kernel in step.kernels]
+            made = [step for listed in done.steps[1] for step in listed if isinstance(step, TimelineRun)]
+            ran = [kernel for step in made for kernel in step.kernels]
             listed = uncertainty.changes(usual.rates, ran, self.fabric.modelled)
             self.changes[id(usual)] = [(KernelDurations(rates), times) for rates, times in listed]
         seconds: list[tuple[float, float]] = []
@@ -137,7 +211,9 @@ class Predictor:
                 delay = self._delay(begin, call)
                 return delay if times == 1.0 else delay.lasting(delay.seconds * times)
 
-            first, later = (Timeline(durations, delays, record=False).run(listed) for listed in done.steps)
+            first, later = (
+                sum(Timeline(durations, delays, record=False).run(listed) for listed in calls) for calls in done.steps
+            )
             seconds.append((first, later))
         if self.workload.served:
             times = math.exp(uncertainty.SERVER)
@@ -201,6 +277,7 @@ class Predictor:
             seconds_per_token_interval=interval(done.decode.seconds, [decode for _, decode in done.changed]),
             prefill_interval=interval(done.prefill.seconds, [prefill for prefill, _ in done.changed]),
             speedup_interval=interval(speedup, changed),
+            time_to_first_token=tuple(self.first_token(program, prompt) for prompt in FIRST_TOKEN_PROMPTS),
         )
 
     def _said(self, program: Program, done: _Simulated) -> tuple[str, ...]:
@@ -213,14 +290,16 @@ class Predictor:
         else:
             share = min(1.0, known / whole) if whole else 0.0
             said = f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
-        calls = [p for made in done.steps for s in made if isinstance(s, Begin) for p in s.parts if isinstance(p, Call)]
+        listed = [step for calls in done.steps for made in calls for step in made if isinstance(step, Begin)]
+        calls = [part for begin in listed for part in begin.parts if isinstance(part, Call)]
         notes = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
-        return (said, *notes)
+        phase = prompt_phase(program)
+        return (said, *([] if phase is None else [PHASED.format(phase)]), *notes)
 
-    def _held(self, program: Program, batch: int) -> int:
+    def _held(self, program: Program, batch: int, prompt: int | None = None) -> int:
         load = self.workload
         return bytes_per_rank(
-            program, batch, load.prompt, load.generate, plain=load.attention == "plain", all_logits=load.all_logits
+            program, batch, prompt or load.prompt, load.generate, plain=load.attention == "plain", all_logits=load.all_logits
         )
 
     # --- the fabric ---

@@ -35,8 +35,7 @@ def attention_items(
         q.shape[1], k.shape[1], q.shape[3], v.shape[3], batch=q.shape[0], dtype_bytes=q.element_size(),
         causal=mask.causal, window=mask.reach,
     )  # fmt: skip
-    stored = 2.0 * (k.nbytes + v.nbytes)
-    cache = [Kernel("cache", "glue", stored / 2) for _ in range(2)]
+    cache = cache_kernels(k, v)
     if given.is_decode:
         return _after_prompt(shape, q.shape[2], options, given, ranks, cache)
     if plan is not None and plan.ranks > 1:
@@ -50,6 +49,11 @@ def attention_items(
     masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
     kernels = _kernels(shape, every, tokens, tokens, options, read + every, given)
     return [*_together([*cache, *kernels], given.fused), *masks]
+
+
+def cache_kernels(k: Tensor, v: Tensor) -> list[Kernel]:
+    """Kernels that store the keys and values of new tokens."""
+    return [Kernel("cache", "glue", float(k.nbytes + v.nbytes)) for _ in range(2)]
 
 
 def _together(kernels: list[Kernel], fused: bool) -> list[Item]:
@@ -130,9 +134,13 @@ def _after_prompt(
     size = shape.dtype_bytes
     read = float(shape.batch * keys * shape.kv_heads * (shape.head_dim + shape.value_dim) * size)
     read += shape.batch * queries * shape.q_heads * shape.head_dim * size
-    small = float(shape.batch * keys)
+    small = float(shape.batch * queries * keys)
     masks = [Kernel("mask", "glue", small) for _ in range(1 if given.fused else _MASK_KERNELS)]
     kernels = _kernels(shape, float(queries * keys), queries, keys, options, read, given)
+    if queries > 1 and across == 1 and not given.plain and shape.q_heads != shape.kv_heads:
+        # with a mask, kernels are given keys and values of each query head (`runtime.attention.cached`)
+        moved = float(shape.batch * keys * (shape.kv_heads + shape.q_heads) * size)
+        cache = [*cache, *(Kernel("repeat", "glue", moved * dim) for dim in (shape.head_dim, shape.value_dim))]
     items = _together([*cache, *masks, *kernels], given.fused)
     if across > 1:
         rows = shape.batch * shape.q_heads * queries

@@ -36,13 +36,15 @@ def constant(d: float, delays: Delays) -> Delays:
 
 
 class BreakEven:
-    """Compares recipes with the first one, whose times it keeps: all are searched at the same places."""
+    """Compares recipes with the first one, whose times it keeps: all are searched at the same places.
 
-    def __init__(self, first: Sequence[Step], durations: KernelDurations, delays: Delays) -> None:
+    Each is given as the calls of its phase, one after the other."""
+
+    def __init__(self, first: Sequence[Sequence[Step]], durations: KernelDurations, delays: Delays) -> None:
         self.durations, self.delays = durations, delays
         self._first = cache(lambda d: self._time(first, d))
 
-    def of(self, recipe: Sequence[Step]) -> tuple[float | None, str | None]:
+    def of(self, recipe: Sequence[Sequence[Step]]) -> tuple[float | None, str | None]:
         """(seconds, None), or (None, why there is none). `recipe` beats the first while an all-reduce takes longer.
 
         Solved by bisection between 0 and 1 second, on the simulation itself.
@@ -65,8 +67,9 @@ class BreakEven:
             return None, f"below {crossing * 1e6:.1f} µs: it pays only while an all-reduce takes less"
         return crossing, None
 
-    def _time(self, steps: Sequence[Step], d: float) -> float:
-        return Timeline(self.durations, constant(d, self.delays), record=False).run(steps)
+    def _time(self, calls: Sequence[Sequence[Step]], d: float) -> float:
+        delays = constant(d, self.delays)
+        return sum(Timeline(self.durations, delays, record=False).run(steps) for steps in calls)
 
 
 def _bisect(gain: Callable[[float], float], rising: bool) -> float:

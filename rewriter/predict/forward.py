@@ -14,12 +14,13 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from rewriter.ir import Leaf, Module, Opaque, Program, args_of, ops, parameters_of
+from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of, ops, parameters_of
 from rewriter.ir.communication import model_dtype
 from rewriter.ir.marks import marks
 from rewriter.ir.op_semantics import starts_sum
 from rewriter.ir.schedule import with_readers_first
 from rewriter.ir.shapes import wiring_shapes
+from rewriter.predict.cache_only import of_cache
 from rewriter.predict.kernel_cost import Item, Kernel, ModuleExchange, as_launched, axis_group
 from rewriter.predict.module_cost import EXPERTS, ModuleRun
 from rewriter.predict.workload import ForwardPass
@@ -84,6 +85,7 @@ class _ForwardRun:
         env: dict[fx.Node, Any] = {}
         works: list[NodeWork] = []
         given = self.given
+        wanted = of_cache(self.program, graph) if given.cache_only else dict.fromkeys(graph.nodes, True)
         ids = torch.empty(given.batch, given.tokens, dtype=torch.int64, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids.clone(), "ctx": None}
         with torch.no_grad(), torch.device("meta"):
@@ -93,6 +95,11 @@ class _ForwardRun:
                     continue
                 if node.op == "output":
                     break
+                if node not in wanted:
+                    continue
+                if not wanted[node]:
+                    works.append(NodeWork(node, self._keys(node, env), 0, 0, self.dtype))
+                    continue
                 items = self._last_tokens(head, env) if head is node and given.logits else ()
                 env[node], more = self._wiring(node, env)
                 value = env[node] if isinstance(env[node], torch.Tensor) else torch.empty(0, dtype=self.dtype)
@@ -138,6 +145,21 @@ class _ForwardRun:
         if isinstance(value, torch.Tensor) and launched:
             self.runner.known[known] = (value, launched, None)
         return value, launched
+
+    def _keys(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Item, ...]:
+        """What a module runs for the keys and values of its attention alone."""
+        module, inputs = self.program.modules[str(node.target)], [env[n] for n in node.all_input_nodes]
+        key = ("keys", id(module), _signature(inputs), self.given, self.dtype, tuple(self.mesh.items()))
+        if key not in self.runner.known:
+            assert isinstance(module, Body)
+            self.runner.held.append(module)
+            run = ModuleRun(self.given, self.dtype, self.mesh)
+            try:
+                run.keys(module, inputs)
+                self.runner.known[key] = (None, run.items(None), None)
+            except _UNKNOWN:  # it does not run without data
+                self.runner.known[key] = (None, self._remembered(node, inputs)[1], None)
+        return self.runner.known[key][1]
 
     def _remembered(self, node: fx.Node, inputs: Sequence[Any]) -> tuple[Any, tuple[Item, ...]]:
         module = self.program.modules[str(node.target)]

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rewriter.ir import Body, Leaf, Module, Opaque, args_of, ops
 from rewriter.ir.op_semantics import operator_of
-from rewriter.predict.attention_cost import attention_items
+from rewriter.predict.attention_cost import attention_items, cache_kernels
+from rewriter.predict.cache_only import of_keys
 from rewriter.predict.kernel_cost import (
     CostedOperation,
     Item,
@@ -58,20 +59,38 @@ class ModuleRun:
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(remaining, None)
-            elif node.op == "get_attr":
-                env[node] = self._attribute(module, str(node.target))
-            elif node.op == "call_module":
-                inner = module.modules[str(node.target)]
-                env[node] = self.module(inner, str(node.target), [env[a] for a in node.all_input_nodes])
-            elif node.target is ops.all_gather:
-                env[node] = self._gathered(*fx.map_arg(node.args, env.__getitem__))
             elif node.op == "output":
                 result = args_of(node)[0]
                 return env[result] if isinstance(result, fx.Node) else tuple(env[n] for n in result)
             else:
-                env[node] = self.operation(node, env)
+                env[node] = self._value(module, node, env)
             self.alive.append(env[node])
         raise ValueError("a graph without output")
+
+    def keys(self, body: Body, inputs: Sequence[Any]) -> None:
+        """The part of a module that computes the keys and values of its attention, and stores them."""
+        env: dict[fx.Node, Any] = {}
+        given = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=False))
+        for node in of_keys(body):
+            if node.op == "placeholder":
+                env[node] = given.get(node)
+            elif node.target is ops.attention:
+                k, v = (env[n] for n in args_of(node)[1:3])
+                self._record("cache", (k, v), (), items=cache_kernels(k, v))
+            else:
+                env[node] = self._value(body, node, env)
+                self.alive.append(env[node])
+
+    def _value(self, body: Body, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        """A node of a body that is neither an input nor the output."""
+        if node.op == "get_attr":
+            return self._attribute(body, str(node.target))
+        if node.op == "call_module":
+            inner = body.modules[str(node.target)]
+            return self.module(inner, str(node.target), [env[a] for a in node.all_input_nodes])
+        if node.target is ops.all_gather:
+            return self._gathered(*fx.map_arg(node.args, env.__getitem__))
+        return self.operation(node, env)
 
     def _attribute(self, body: Body, name: str) -> torch.Tensor:
         if name in body.buffers:
@@ -179,7 +198,7 @@ class ModuleRun:
             nbytes, read = sum(reads.values()) + sum(writes.values()), sum(reads[s] for s in weights)
             items = [Kernel(name, "product", nbytes, 2.0 * out.numel() * depth, read, batches, rows, columns, depth)]
         self.operations.append(CostedOperation(name, reads, writes, tuple(items), weights, _reduced(name, sources)))
-        return results[0]
+        return results[0] if results else sources[0]
 
 
 def _reduced(name: str, sources: Sequence[torch.Tensor]) -> tuple[int, int]:

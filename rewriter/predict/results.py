@@ -6,7 +6,8 @@ stream works, waits for communication, or waits for the host to launch its next 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -66,9 +67,33 @@ class Phase:
     measured_seconds: float = 0.0
 
 
+def joined(phases: Sequence[Phase]) -> Phase:
+    """Passes one after the other, as one: figures add up."""
+    first, *others = phases
+    for other in others:
+        later = [replace(s, start=s.start + first.seconds, end=s.end + first.seconds) for s in other.spans]
+        by_layer = Counter(first.exposed_by_layer) + Counter(other.exposed_by_layer)
+        added = {f.name: getattr(first, f.name) + getattr(other, f.name) for f in fields(Phase) if f.name in _ADDED}
+        first = replace(first, **added, exposed_by_layer=dict(sorted(by_layer.items())), spans=(*first.spans, *later))
+    return first
+
+
+_ADDED = {field.name for field in fields(Phase)} - {"exposed_by_layer", "spans"}
+
+
 def generation_seconds(prefill: Phase, decode: Phase, generate: int) -> float:
     """Seconds from the prompt to the last of `generate` tokens: the prefill gives the first one."""
     return prefill.seconds + (generate - 1) * decode.seconds
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Time to first token: `seconds` of the prefill of `prompt` tokens of each sequence. `fits`: what a rank holds of
+    it and the workload's generated tokens is less than the device's memory."""
+
+    prompt: int
+    seconds: float
+    fits: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,7 +104,9 @@ class Prediction:
     over which they are spread. `batch`: sequences; `prompt` and `generate`: tokens of each. `graphed`: kernels are
     launched as one CUDA graph. `modelled`: the fabric's figures are not measured.
 
-    `prefill`: the pass over the prompt, which gives the first token. `decode`: one step, which takes as long at any
+    `prefill`: the pass over the prompt, which gives the first token; where the recipe rewires the prompt alone, the
+    calls for the tokens that it leaves exact and for those that it rewires, added up. `time_to_first_token`: of other
+    prompts, predicted for each of `workload.FIRST_TOKEN_PROMPTS`; none of what was measured. `decode`: one step, which takes as long at any
     place: the runtime's cache is allocated, and read, for prompt + generate tokens (less for windows).
     `tokens_per_second`: batch · generate / `generation_seconds`, prefill included: all sequences of one replica.
     `speedup`: `tokens_per_second` / that of the first recipe named; 1.0 for itself.
@@ -120,6 +147,7 @@ class Prediction:
     speedup_interval: tuple[float, float] | None = None
     break_even_prefill_seconds: float | None = None
     break_even_prefill_note: str | None = None
+    time_to_first_token: tuple[FirstToken, ...] = ()
 
     @property
     def seconds_per_token(self) -> float:
@@ -194,6 +222,7 @@ def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     objects: list[dict[str, Any]] = []
     for p in (*comparison.predictions, *comparison.baselines):
         known = {field.name: getattr(p, field.name) for field in fields(p)}
+        known["time_to_first_token"] = [asdict(one) for one in p.time_to_first_token]
         known |= {key: getattr(p, key) for key in ("seconds_per_token", "exposed_communication_seconds_per_token")}
         asked = {"model": comparison.model, "what_if": list(comparison.what_if)}
         seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}

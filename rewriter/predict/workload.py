@@ -9,6 +9,7 @@ from rewriter.common.errors import RewriterError, shortened
 
 MOST_TOKENS = 1 << 32
 AttentionKernels = Literal["fused", "plain"]
+FIRST_TOKEN_PROMPTS = (1024, 8192, 32768)  # tokens of the prompts whose time to first token is predicted besides
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class ForwardPass:
 
     The static cache of `rewriter.runtime` is read in full, so `keys` is its length. `logits` is of how many last tokens
     the head is wanted (0: of all). `fused`: the module is compiled. `plain`: over how many keys a prefill's attention
-    goes where no kernel is fused, the cache's length (0: kernels are fused).
+    goes where no kernel is fused, the cache's length (0: kernels are fused). `cache_only`: the pass is for its keys and
+    values, so all that none of them needs is left out: the last attention but for what it stores, and what follows it.
     """
 
     batch: int
@@ -88,6 +90,7 @@ class ForwardPass:
     logits: int = 1
     fused: bool = True
     plain: int = 0
+    cache_only: bool = False
 
     @property
     def is_decode(self) -> bool:

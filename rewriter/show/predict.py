@@ -19,12 +19,17 @@ from rewriter.common.tables import plain_table
 from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import COLUMNS as VALIDATED
 from rewriter.predict.validation import Validation
+from rewriter.predict.workload import FIRST_TOKEN_PROMPTS
 from rewriter.show.charts import pareto
 from rewriter.show.page import render
 from rewriter.show.timeline import label_of, named, scale, shown, timeline
 
-COLUMNS = ("prefill", "per token", "80 %", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
-DROPPED = ("80 %", "memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
+FIRST_TOKENS = {prompt: f"TTFT {prompt // 1024}k" for prompt in FIRST_TOKEN_PROMPTS}
+COLUMNS = (
+    "prefill", *FIRST_TOKENS.values(), "per token", "80 %", "tokens/s", "exposed", "share", "speedup", "break-even",
+    "memory",
+)  # fmt: skip
+DROPPED = ("80 %", "memory", "prefill", "exposed", "tokens/s", "share", "break-even", *FIRST_TOKENS.values())  # first where the terminal is too narrow; the page and JSON have all
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
@@ -33,6 +38,7 @@ LEGEND = (
     "communication. Tokens/s: of a whole generation, prefill included. Break-even: an all-reduce must take longer than "
     "this for the recipe to pay in decoding."
 )
+FIRST_TOKEN_LEGEND = "TTFT: time to first token of prompts of 1k, 8k and 32k tokens (1,024 each)."
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,14 @@ class ComparisonReport:
         if c.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
+        every = (*c.predictions, *c.baselines)
+        columns = columns_of(every)
         rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in c.predictions]
         rows += [(_name(p) + " [dim](baseline)[/]", cells(p), "" if p.fits else "dim") for p in c.baselines]
-        table = _fitting(None, COLUMNS, DROPPED, rows, console, options)
+        table = _fitting(None, columns, DROPPED, rows, console, options)
         if table is not None:
             yield table
-            yield Text(LEGEND, style="dim")
+            yield Text(legend(every), style="dim")
             yield Text()
             title, spent = "One pass of one rank", _times(c.predictions)
             if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
@@ -66,18 +74,31 @@ class ComparisonReport:
         if self.pareto:
             yield Text()
             yield _pareto(c.pareto)
-        lacking = [p.recipe for p in c.predictions if not p.fits]
+        lacking = [p.recipe for p in c.predictions if not p.fits or any(not one.fits for one in p.time_to_first_token)]
         said = [f"! More than a device's memory: {', '.join(lacking)}."] if lacking else []
         if said := [*said, *notes(c)]:
             yield Text()
             yield Text("\n".join(said))
 
 
+def columns_of(predictions: Sequence[Prediction]) -> list[str]:
+    """COLUMNS; without times to first token where none was predicted."""
+    known = {FIRST_TOKENS[one.prompt] for p in predictions for one in p.time_to_first_token}
+    return [column for column in COLUMNS if column in known or column not in FIRST_TOKENS.values()]
+
+
+def legend(predictions: Sequence[Prediction]) -> str:
+    """What the columns mean."""
+    return f"{FIRST_TOKEN_LEGEND} {LEGEND}" if any(p.time_to_first_token for p in predictions) else LEGEND
+
+
 def cells(p: Prediction) -> dict[str, str]:
     """Cells of COLUMNS, for terminal and page."""
     exposed, seconds = p.exposed_communication_seconds_per_token, p.break_even_seconds
+    first = {one.prompt: duration(one.seconds) + ("" if one.fits else " !") for one in p.time_to_first_token}
     return {
         "prefill": duration(p.prefill.seconds),
+        **{column: first.get(prompt, "–") for prompt, column in FIRST_TOKENS.items()},
         "per token": duration(p.seconds_per_token),
         "80 %": _within(p),
         "tokens/s": digits(p.tokens_per_second),
@@ -165,8 +186,9 @@ def _card(p: Prediction) -> Table:
     table = plain_table(_name(p), show_header=False)
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
-    for column, cell in cells(p).items():
-        table.add_row(column, escape(cell))
+    known = cells(p)
+    for column in columns_of([p]):
+        table.add_row(column, escape(known[column]))
     return table
 
 
@@ -222,6 +244,7 @@ def predict_page(
         for recipe, line in comparison.pareto.items()
         for q in sorted(line, key=lambda q: (not q.front, q.ranks, q.batch))
     ]  # fmt: skip
+    columns = columns_of(predictions)
     mark, _, why = MODELLED.partition(":")
     passes = [
         _pass("One decode step", [(p, p.decode) for p in predictions]),
@@ -231,8 +254,8 @@ def predict_page(
         "predict.html.j2", title=f"{model_name(comparison)}: what recipes gain on {comparison.fabric}",
         comparison=comparison,
         setting=setting(comparison), modelled=(mark, why), headline=headline(predictions),
-        columns=COLUMNS, legend=LEGEND,
-        speeds=[(p.recipe, cells(p).values()) for p in predictions], passes=passes if predictions else (),
+        columns=columns, legend=legend(predictions),
+        speeds=[(p.recipe, [cells(p)[column] for column in columns]) for p in predictions], passes=passes if predictions else (),
         points=points, pareto=pareto(comparison.pareto), validation=validation, validated=VALIDATED,
         notes=notes(comparison), command=command, figures=[(what, cells) for what, *cells in figures],
     )  # fmt: skip
