@@ -185,9 +185,7 @@ class Predictor:
             self.wirings[key] = without_prompt_passes(program)
         return self.wirings[key]
 
-    def _calls(
-        self, program: Program, given: Sequence[tuple[Program, ForwardPass]]
-    ) -> tuple[Calls, tuple[str, ...]]:
+    def _calls(self, program: Program, given: Sequence[tuple[Program, ForwardPass]]) -> tuple[Calls, tuple[str, ...]]:
         """The steps of these calls of wirings of `program`, and notes on them."""
         place, fuse = self._place(program), self.workload.fused
         forwards = [self.runner.run(wiring, one) for wiring, one in given]
@@ -299,7 +297,12 @@ class Predictor:
     def _held(self, program: Program, batch: int, prompt: int | None = None) -> int:
         load = self.workload
         return bytes_per_rank(
-            program, batch, prompt or load.prompt, load.generate, plain=load.attention == "plain", all_logits=load.all_logits
+            program,
+            batch,
+            prompt or load.prompt,
+            load.generate,
+            plain=load.attention == "plain",
+            all_logits=load.all_logits,
         )
 
     # --- the fabric ---

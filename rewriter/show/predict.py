@@ -29,7 +29,16 @@ COLUMNS = (
     "prefill", *FIRST_TOKENS.values(), "per token", "80 %", "tokens/s", "exposed", "share", "speedup", "break-even",
     "memory",
 )  # fmt: skip
-DROPPED = ("80 %", "memory", "prefill", "exposed", "tokens/s", "share", "break-even", *FIRST_TOKENS.values())  # first where the terminal is too narrow; the page and JSON have all
+DROPPED = (
+    "80 %",
+    "memory",
+    "prefill",
+    "exposed",
+    "tokens/s",
+    "share",
+    "break-even",
+    *FIRST_TOKENS.values(),
+)  # first where the terminal is too narrow; the page and JSON have all
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
