@@ -55,7 +55,7 @@ def quality(entries: Sequence[Entry]) -> str:
         model, name, tp, prompt = group
         loss = rows[0]["original_loss"]
         tables.append(
-            f"{model}, {name}.txt, {tp} ranks, prompts of {prompt}, {rows[0]['windows']} windows; original loss {loss:.3f}:"
+            f"{model}, {name}.txt, {tp} ranks, prompts of {prompt}, {rows[0]['windows']} windows, loss {loss:.3f}:"
         )
         head = ["recipe", "exact ends", "all tokens", "the prompt", "with exact ends"]
         cells = [

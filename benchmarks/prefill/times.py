@@ -45,6 +45,7 @@ UNLIMITED = 4e9  # bytes a second
 AS_ON_PCIE = 3.0  # seconds of sums by those of computation
 GIGABIT = 125e6
 SECONDS = 580.0
+STEPS = 16  # of decoding, timed together
 
 
 @dataclass
@@ -111,7 +112,8 @@ def random_llama(directory: Path) -> Path:
 
 def measured(bench: Bench, console: Console) -> dict[str, Any]:
     """Times by rate of the link."""
-    free = bench.medians(bench.times(UNLIMITED, [STANDARD]))[STANDARD]
+    unlimited = bench.times(UNLIMITED, list(bench.outputs), steps=STEPS)
+    free = bench.medians(unlimited)[STANDARD]
     longest = bench.lengths[-1]
     layers = read_json(Path(bench.outputs[STANDARD]) / "config.json", "")
     layers = layers.get("text_config", layers)
@@ -120,7 +122,11 @@ def measured(bench: Bench, console: Console) -> dict[str, Any]:
         (2 * layers["num_hidden_layers"] + 1) * longest * layers["hidden_size"] * size * 2 * (bench.tp - 1) / bench.tp
     )
     rates = {"0.1 Gb/s": GIGABIT / 10, "1 Gb/s": GIGABIT, "as on PCIe": sent / (AS_ON_PCIE * free[longest])}
-    found: dict[str, Any] = {"without a limit": {STANDARD: free}}
+    steps = {n: statistics.median(map(max, *(rank["steps"][n] for rank in unlimited))) for n in bench.outputs}
+    console.print(
+        "a decode step, as a share of standard's:", {n: round(s / steps[STANDARD], 3) for n, s in steps.items()}
+    )
+    found: dict[str, Any] = {"without a limit": bench.medians(unlimited), "decode step": steps}
     for name, rate in rates.items():
         found[name] = bench.medians(bench.times(rate, list(bench.outputs)))
         standard = found[name][STANDARD][longest]

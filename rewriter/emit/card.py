@@ -155,9 +155,9 @@ def _prompt(manifest: Manifest) -> Iterator[str]:
     phase = PromptPhase(phased[0].get("exact_tail", 1), phased[0].get("exact_head", 0))
     yield "## The prompt alone"
     yield _filled(
-        f"Tokens of {phase} are rewired. These ends, and everything that is generated, are exact: computed as the base "
-        "model computes them, from the keys and values that rewired tokens left. `model.generate` sees to it. A call of "
-        "the model itself takes a batch of prompts where its cache is empty, and exact tokens behind a cache; "
+        f"Tokens of {phase} are rewired. All others, and what is generated, are exact: computed as the base model "
+        "computes them, from the keys and values that rewired tokens left. `model.generate` sees to it. A call of the "
+        "model itself takes a batch of prompts where its cache is empty, and exact tokens behind a cache; "
         "`rewired` (bool [B, S]) says otherwise."
     )
 
