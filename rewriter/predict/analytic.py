@@ -143,10 +143,10 @@ class Predictor:
         first, later = (self._phase(program, calls, record) for calls in (prefill, decode))
         return _Simulated(first, later, (prefill, decode), tuple(dict.fromkeys(said + more)))
 
-    def first_token(self, program: Program, prompt: int) -> FirstToken:
-        """The prefill of another prompt, everything else being the workload's."""
-        load = self.workload
-        calls, _ = self._calls(program, self._prefill(program, load.batch, prompt, prompt_phase(program)))
+    def first_token(self, program: Program, prompt: int, cut: PromptPhase | None = None) -> FirstToken:
+        """The prefill of another prompt, everything else being the workload's. `cut`: as in `simulate`."""
+        load, cut = self.workload, cut or prompt_phase(program)
+        calls, _ = self._calls(program, self._prefill(program, load.batch, prompt, cut))
         fits = self._held(program, load.batch, prompt) <= self.fabric.device.memory
         return FirstToken(prompt, self._phase(program, calls, record=False).seconds, fits)
 
@@ -185,9 +185,7 @@ class Predictor:
             self.wirings[key] = without_prompt_passes(program)
         return self.wirings[key]
 
-    def _calls(
-        self, program: Program, given: Sequence[tuple[Program, ForwardPass]]
-    ) -> tuple[Calls, tuple[str, ...]]:
+    def _calls(self, program: Program, given: Sequence[tuple[Program, ForwardPass]]) -> tuple[Calls, tuple[str, ...]]:
         """The steps of these calls of wirings of `program`, and notes on them."""
         place, fuse = self._place(program), self.workload.fused
         forwards = [self.runner.run(wiring, one) for wiring, one in given]
@@ -299,7 +297,12 @@ class Predictor:
     def _held(self, program: Program, batch: int, prompt: int | None = None) -> int:
         load = self.workload
         return bytes_per_rank(
-            program, batch, prompt or load.prompt, load.generate, plain=load.attention == "plain", all_logits=load.all_logits
+            program,
+            batch,
+            prompt or load.prompt,
+            load.generate,
+            plain=load.attention == "plain",
+            all_logits=load.all_logits,
         )
 
     # --- the fabric ---

@@ -168,7 +168,9 @@ class Computed:
                 streams = []
                 for i in some:
                     cut, given = cuts[i], {name: values[n] for name, n in parts[i].given.items()}
-                    streams.append(self._run(parts[i].program, ids, given, {} if cut is None else {REWIRED: cut.rewired}))
+                    streams.append(
+                        self._run(parts[i].program, ids, given, {} if cut is None else {REWIRED: cut.rewired})
+                    )
                 groups.append((some, torch.cat(streams)))
         changes: dict[int, WindowChange] = {}
         for some, x in groups:

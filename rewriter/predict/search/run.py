@@ -144,7 +144,9 @@ class _Search:
         for rounds in range(1, _ROUNDS + 1):
             fronts = [
                 front(
-                    layers, [replace(o, cost=cost) for o in some if (cost := costs.option(o)) < math.inf], base,
+                    layers,
+                    [replace(o, cost=cost) for o in some if (cost := costs.option(o)) < math.inf],
+                    base,
                     cuts[base],
                 )
                 for base, some in options.items()
@@ -193,11 +195,18 @@ class _Search:
         options: list[Option] = []
         for done, (name, format) in enumerate(cases):
             self.progress(f"predicting what each rewrite gains with {base}", done, len(cases))
-            gain = gain_of(self.gains, name, starts[name], format, base, cut)
-            if gain is not None:
-                length = BY_NAME[name].layers if name else 1
-                options += [Option(n, length, name, format, gain=gain[0], edge=gain[1]) for n in starts[name]]
+            length = BY_NAME[name].layers if name else 1
+            for some in self._alike(starts[name], length, of_prompt(name or format)):
+                gain = gain_of(self.gains, name, some, format, base, cut)
+                if gain is not None:
+                    options += [Option(n, length, name, format, gain=gain[0], edge=gain[1]) for n in some]
         return options
+
+    def _alike(self, starts: Sequence[int], length: int, prompt: bool) -> list[list[int]]:
+        """Places where a rewrite gains as much. For the prompt alone, the last layer is another: most of it is left
+        out for tokens of the prompt anyway."""
+        last = [n for n in starts if prompt and n + length == self.measured.computed.layers]
+        return [some for some in ([n for n in starts if n not in last], last) if some]
 
     def _singles(self, changes: Mapping[Mix, WindowChange], costs: Costs, options: Sequence[Option]) -> None:
         gains = {(o.start, o.rewrite or o.format): o.gain for o in options if not (o.rewrite and o.format)}
