@@ -1,14 +1,15 @@
-"""Prompts: the section of docs/results/when.md on the time to first token, with recipes that rewire the prompt alone."""
+"""Prompts: the section of docs/results/when.md on times to first token, with recipes that rewire the prompt alone."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.predict.backtest_points import traced
 from rewriter.common.numbers import duration
 from rewriter.fabric import load_fabric
+from rewriter.ir import Program
 from rewriter.ir.phases import PromptPhase
 from rewriter.passes.phases import PhasedPass
 from rewriter.predict.analytic import Predictor
@@ -63,22 +64,22 @@ def rows(title: str, model: str) -> list[PromptRow]:
     for name, fabric in FABRICS.items():
         modelled = " (modelled)" if load_fabric(fabric).modelled else ""
         predictor = Predictor(Workload(generate=GENERATE, tp=TP), Cluster(fabric))
-        for prompt in FIRST_TOKEN_PROMPTS:
-
-            def seconds(recipe: str, cut: PromptPhase | None = None) -> float | None:
-                if recipe not in programs:
-                    return None
-                first = predictor.first_token(programs[recipe], prompt, cut)
-                return first.seconds if first.fits else None
-
-            found.append(
-                PromptRow(
-                    title, name + modelled, prompt, seconds(STANDARD), seconds(STANDARD, PromptPhase()),
-                    tuple(map(seconds, ALL_TOKENS)), tuple(seconds(f"prompt: {one}") for one in PROMPT_ALONE),
-                )
-            )  # fmt: skip
+        found += [_row(title, name + modelled, prompt, predictor, programs) for prompt in FIRST_TOKEN_PROMPTS]
         print(title, name, *(row.standard for row in found[-len(FIRST_TOKEN_PROMPTS) :]), sep=" | ", flush=True)
     return found
+
+
+def _row(model: str, fabric: str, prompt: int, predictor: Predictor, programs: Mapping[str, Program]) -> PromptRow:
+    def seconds(recipe: str, cut: PromptPhase | None = None) -> float | None:
+        if recipe not in programs:
+            return None
+        first = predictor.first_token(programs[recipe], prompt, cut)
+        return first.seconds if first.fits else None
+
+    return PromptRow(
+        model, fabric, prompt, seconds(STANDARD), seconds(STANDARD, PromptPhase()), tuple(map(seconds, ALL_TOKENS)),
+        tuple(seconds(f"prompt: {one}") for one in PROMPT_ALONE),
+    )  # fmt: skip
 
 
 def section(found: Sequence[PromptRow]) -> str:
@@ -89,14 +90,14 @@ def section(found: Sequence[PromptRow]) -> str:
     return "\n\n".join(
         [
             HEADING,
-            f"Time to first token at TP {TP}, one sequence, in bf16: of the standard model, and what others gain over it "
-            "in prefills per second. On a slow fabric fewer GPUs may be faster for all of them.",
+            f"Time to first token at TP {TP}, one sequence, in bf16: of the standard model, and what others gain over "
+            "it in prefills per second. On a slow fabric fewer GPUs may be faster for all of them.",
             "- *Cut*: the standard model, its prompt in two calls, one for all tokens but the last and one for that. "
             "The first spares the last layer all but its keys and values; the second is as long as a decode step.\n"
             "- Columns of a recipe alone: all tokens are rewired, and generation is faster as well.\n"
             "- *prompt*: the passes of this recipe with `phase: prompt`. All tokens of the prompt but the last are "
-            "rewired, in two calls as above. A decode step takes as long as the standard model's, and computes the same "
-            "from the keys and values that it finds. What other keys and values cost in loss is not said here: "
+            "rewired, in two calls as above. A decode step takes as long as the standard model's, and computes the "
+            "same from the keys and values that it finds. What other keys and values cost in loss is not said here: "
             "[`rewrite search`](../concepts/search.md) measures it on a model's weights.",
             table(header, lines),
         ]

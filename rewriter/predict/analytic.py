@@ -13,7 +13,7 @@ from rewriter.ir.communication import model_dtype, model_dtype_bytes
 from rewriter.ir.marks import marks
 from rewriter.ir.phases import PromptPhase, is_phased, prompt_phase
 from rewriter.passes.base import Effect
-from rewriter.passes.phases import exact_wiring, without_prompt_passes
+from rewriter.passes.phases import without_prompt_passes
 from rewriter.passes.placement.rank_memory import cache_elements, memory
 from rewriter.passes.sequence.sequence_plans import attentions
 from rewriter.predict import uncertainty
@@ -106,8 +106,6 @@ class Predictor:
         first: tuple[_Simulated, list[BreakEven]] | None = None
         for candidate in candidates:
             try:
-                if prompt_phase(candidate.program) is not None:
-                    exact_wiring(candidate.program)  # raises where one set of weights cannot serve both
                 done = self._with_changes(candidate.program, self.simulate(candidate.program))
             except RewriterError as error:  # the fabric has no answer for what it communicates
                 if first is None:

@@ -257,7 +257,8 @@ def predict_page(
         comparison=comparison,
         setting=setting(comparison), modelled=(mark, why), headline=headline(predictions),
         columns=columns, legend=legend(predictions),
-        speeds=[(p.recipe, [cells(p)[column] for column in columns]) for p in predictions], passes=passes if predictions else (),
+        speeds=[(p.recipe, [cells(p)[column] for column in columns]) for p in predictions],
+        passes=passes if predictions else (),
         points=points, pareto=pareto(comparison.pareto), validation=validation, validated=VALIDATED,
         notes=notes(comparison), command=command, figures=[(what, cells) for what, *cells in figures],
     )  # fmt: skip

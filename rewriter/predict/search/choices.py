@@ -62,8 +62,7 @@ _EVERY_TOKEN = (
         {"pass": "parallel_block", "norm": "own"}, early=True,
     ),
 )  # fmt: skip
-# One set of weights holds both wirings: a norm that is left out, or a copy of it, is none that exact tokens have.
-REWRITES = (*_EVERY_TOKEN, *(one.of_prompt for one in _EVERY_TOKEN if one.passed.get("norm") != "attention"))
+REWRITES = (*_EVERY_TOKEN, *(one.of_prompt for one in _EVERY_TOKEN))
 _FORMATS = {"int8": "messages in 8 bits", "int4-hadamard": "messages in 4 bits, rotated"}
 FORMATS = {**_FORMATS, **{PROMPT + name: f"for the prompt alone: {does}" for name, does in _FORMATS.items()}}
 DOES = {**{rewrite.name: rewrite.does for rewrite in REWRITES}, **FORMATS}

@@ -73,7 +73,7 @@ class WindowReference:
 
 @dataclass(frozen=True)
 class CutWindow:
-    """A window of T tokens whose first half is a prompt, for programs that rewire `phase` of it: `rewired`, bool [1, T];
+    """A window of T tokens whose first half is a prompt, for programs that rewire a part of it: `rewired`, bool [1, T];
     `since`, the token whose logits begin the rest, which alone is measured."""
 
     rewired: torch.Tensor

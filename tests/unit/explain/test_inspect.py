@@ -294,21 +294,22 @@ def test_ranks_that_share_no_tokens_are_refused(options: dict[str, int], message
 # --- both phases ---
 
 
-PHASED = {
-    "name": "both", "summary": "Test.", "paper": "None.",
-    "passes": [
-        {"pass": "tensor_parallel"},
-        {"pass": "desync", "n": 2, "resync": "sum", "layers": "0-1", "phase": "prompt", "exact_tail": 3, "exact_head": 2},
-        {"pass": "ladder", "layers": [3]},
-        {"pass": "quantize_collectives", "format": "int8", "layers": [2], "min_bytes": 0, "phase": "prompt", "exact_tail": 3,
-         "exact_head": 2},
-        {"pass": "overlap"},
-    ],
-}  # fmt: skip
+PROMPT = {"phase": "prompt", "exact_tail": 3, "exact_head": 2}
+PASSES: list[dict[str, Any]] = [
+    {"pass": "tensor_parallel"},
+    {"pass": "desync", "n": 2, "resync": "sum", "layers": "0-1", **PROMPT},
+    {"pass": "ladder", "layers": [3]},
+    {"pass": "quantize_collectives", "format": "int8", "layers": [2], "min_bytes": 0, **PROMPT},
+    {"pass": "overlap"},
+]
+
+
+def of_passes(passes: list[dict[str, Any]]) -> Recipe:
+    return Recipe.model_validate({"name": "both", "summary": "Test.", "paper": "None.", "passes": passes})
 
 
 def test_both_phases_have_their_sums() -> None:
-    recipe = Recipe.model_validate(PHASED)
+    recipe = of_passes(PASSES)
     found = json.loads(inspect(zoo.config("llama"), recipe, 2).to_json())
     phases = found["phases"]
     assert (phases["exact_head"], phases["exact_tail"]) == (2, 3)
@@ -323,15 +324,15 @@ def test_both_phases_have_their_sums() -> None:
     assert sides["exact"]["total"]["bytes_per_token"] == sides["standard"]["total"]["bytes_per_token"]
     assert sides["rewired"]["total"]["bytes_per_token"] < sides["exact"]["total"]["bytes_per_token"] - 2 * 64 * 4
     assert (sides["rewired"]["quantized"]["reductions"], sides["exact"]["quantized"]) == (2, None)
-    without = {**PHASED, "passes": [p for p in PHASED["passes"] if "phase" not in p]}
-    alone = json.loads(inspect(zoo.config("llama"), Recipe.model_validate(without), 2).to_json())
+    without = of_passes([p for p in PASSES if "phase" not in p])
+    alone = json.loads(inspect(zoo.config("llama"), without, 2).to_json())
     assert alone["phases"] is None
     assert phases["exact"]["plan"] == alone["plan"]
     assert phases["exact"]["blocks"] == alone["blocks"]
 
 
 def test_both_phases_are_shown() -> None:
-    inspection = inspect(zoo.config("llama"), Recipe.model_validate(PHASED), 2)
+    inspection = inspect(zoo.config("llama"), of_passes(PASSES), 2)
     console = Console(width=120, file=io.StringIO())
     console.print(inspection)
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -11,11 +11,10 @@ from predict_cases import by_name, small_config
 from programs import MERGE, OVERLAP, Step, tensor_parallel
 
 from rewriter import api
-from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.passes.phases import exact_wiring
-from rewriter.predict.analytic import Candidate, Predictor
+from rewriter.predict.analytic import Predictor
 from rewriter.predict.forward import Forward, Runner
 from rewriter.predict.kernel_cost import Kernel
 from rewriter.predict.results import to_json
@@ -32,6 +31,7 @@ PHASED: dict[str, tuple[str, dict[str, Any]]] = {
     "desync": ("desync", {"n": 2, "resync": "sum"}),
     "drop": ("drop_sync", {"layers": "all"}),
     "parallel": ("parallel_block", {"norm": "own"}),
+    "one-norm": ("parallel_block", {"norm": "attention"}),
     "int8": ("quantize_collectives", {"format": "int8"}),
 }
 
@@ -44,7 +44,7 @@ def small() -> Program:
 def made(traced: Program, name: str | None, *more: Step, **phase: Any) -> Program:
     """The model on four ranks after one pass of PHASED, or none, with options of its phase."""
     middle = [] if name is None else [(PHASED[name][0], {**PHASED[name][1], **phase})]
-    early = [middle.pop()] if name == "parallel" else []
+    early = [middle.pop()] if name in ("parallel", "one-norm") else []
     return tensor_parallel(traced, TP, *early, MERGE, *middle, *more, OVERLAP)
 
 
@@ -183,12 +183,3 @@ def test_every_recipe_has_times_to_first_token(small: Program) -> None:
     assert named["prompt-drop"].prefill.seconds < named["tensor-parallel"].prefill.seconds
     assert any("It rewires the prompt but its last token." in note for note in named["prompt-drop"].notes)
     assert not any("It rewires" in note for note in named["all-drop"].notes)
-
-
-def test_wirings_that_one_set_of_weights_cannot_hold_are_not_predicted(small: Program) -> None:
-    program = tensor_parallel(small, TP, ("parallel_block", {"norm": "own"}), MERGE, OVERLAP)
-    joint = tensor_parallel(small, TP, ("parallel_block", {"norm": "own", "phase": "prompt"}), MERGE, OVERLAP)
-    assert len(predictor().compare("m", [Candidate("a", program), Candidate("b", joint)]).predictions) == 2
-    untied = [("desync", {"n": 2, "resync": "sum", "untie_norms": True, "phase": "prompt"})]
-    with pytest.raises(RewriterError, match=r"one set of weights|untie_norms"):
-        predictor().compare("m", [Candidate("c", tensor_parallel(small, TP, MERGE, *untied, OVERLAP))])
