@@ -53,6 +53,7 @@ def stored(model, ids, logits_to_keep):
     return [*cache.keys, *cache.values], len(events)
 
 
+@torch.enable_grad()
 def gradients(model, ids, mask):
     from rewriter.runtime import Context
 

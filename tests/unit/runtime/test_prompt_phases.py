@@ -5,6 +5,7 @@ On one rank, in fp64. `tests/ranks/test_phased_modules.py` has several.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -166,7 +167,7 @@ def test_segments_are_prompts_of_their_own() -> None:
     with torch.no_grad():
         packed = model(ids, ctx=Context(segment_ids=segments))
         for row, bounds in ((0, (0, 9, 21)), (1, (0, 4, 8, 21))):
-            for start, end in zip(bounds, bounds[1:], strict=False):
+            for start, end in itertools.pairwise(bounds):
                 assert relative_error(packed[row : row + 1, start:end], model(ids[row : row + 1, start:end])) <= SAME
         first = torch.tensor([3, 0])
         padded = model(ids, ctx=Context(segment_ids=segments, first_valid=first))
