@@ -169,6 +169,23 @@ def test_the_exact_entry_is_the_standard_module_bit_for_bit(dtype: torch.dtype) 
     assert run_ranks(phased_ranks.same_bits, 2, pairs, batch("llama")) == [[(True, True, True)] * len(pairs)] * 2
 
 
+def test_an_exact_sum_that_is_left_out_is_seen() -> None:
+    """Of one layer's attention, in the exact entry alone."""
+    sharded = program("llama", "desync", 2, 2, 1)
+    source, tensors, ties = runtime_case(sharded, double("llama"))
+    before, after = source.split("    def exact(", 1)
+    reduction = 'self_attn = all_reduce(self_attn, self.tp, name="self_attn")'
+    broken = f"{before}    def exact({after.replace(reduction, 'pass', 1)}"
+    assert broken.count(reduction) == source.count(reduction) - 1
+    found = run_ranks(phased_ranks.same_bits, 2, [((broken, tensors, ties), _standard("desync"))], batch("llama"))
+    assert found == [[(False, False, False)]] * 2
+
+
+def _standard(kind: str) -> tuple[Any, ...]:
+    steps_of_all = [s for s in steps(kind, 2, 1) if "phase" not in s[1]]
+    return runtime_case(tensor_parallel(traced("llama"), 2, *steps_of_all), double("llama"))
+
+
 SEQUENCES: dict[str, tuple[SequencePlan, str, int, int, bool]] = {  # plan, kind, tp, dp, FSDP2
     "ring": (SequencePlan("ring", (1, 2, 1)), "desync", 2, 1, False),
     "ulysses": (SequencePlan("ulysses", (2, 1, 1)), "ladder", 1, 2, True),
