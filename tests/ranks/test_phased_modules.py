@@ -47,7 +47,7 @@ def steps(kind: str, tail: int, head: int) -> list[Step]:
 KINDS = ("ladder", "own_partial", "desync", "drop_sync", "parallel_block", "int8")
 FAST = [("llama", kind) for kind in (*KINDS, "upper", "branches")]
 FAST += [("gpt2", "desync"), ("gemma3_text", "own_partial"), ("qwen3_moe", "ladder")]
-SLOW = [(family, kind) for family in zoo.FAMILIES for kind in KINDS if (family, kind) not in FAST]
+ALL = [*FAST, *((family, kind) for family in zoo.FAMILIES for kind in KINDS if (family, kind) not in FAST)]
 
 
 @functools.cache
@@ -135,10 +135,11 @@ class _Gradients:
         self.get_parameter = full.__getitem__
 
 
-@pytest.mark.parametrize(("family", "kind"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
-def test_every_entry_computes_what_simulated_ranks_compute(family: str, kind: str) -> None:
-    tail, head = PHASES[(zoo.FAMILIES.index(family) + len(kind)) % len(PHASES)]
-    check(family, kind, 2, tail, head)
+@pytest.mark.parametrize(("source", "kind"), ALL)
+@pytest.mark.fast(*(f"{family}-{kind}" for family, kind in FAST))
+def test_every_entry_computes_what_simulated_ranks_compute(source: str, kind: str) -> None:
+    tail, head = PHASES[(zoo.FAMILIES.index(source) + len(kind)) % len(PHASES)]
+    check(source, kind, 2, tail, head)
 
 
 @pytest.mark.slow
