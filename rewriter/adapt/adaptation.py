@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rewriter.adapt import checkpoints, output, students
+from rewriter.adapt import checkpoints, output, prompts, students
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.data_set import OwnText, read_data
 from rewriter.adapt.loop import AdaptTrainer, tensorboard
@@ -100,7 +100,10 @@ def adapt(
     own_text = OwnText(opened, chosen, teacher, known, ranks, device, context)
     file = own_text.file_of(data)
     measured = None if evaluation is None else own_text.file_of(evaluation, held_out=True)
-    rows = read_data(opened, chosen, file, measured, int(given.get("seed", DEFAULTS["seed"])), context)
+    seed = int(given.get("seed", DEFAULTS["seed"]))
+    rows = read_data(opened, chosen, file, measured, seed, context)
+    if (phase := prompts.phase_of(opened, chosen)) is not None:
+        rows = prompts.with_prompts(rows, phase, chosen, seed)
     count = len(rows.rows)  # type: ignore[arg-type]
     width = stream_width(opened.config) or WIDTH
     settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device)

@@ -26,6 +26,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from rewriter.adapt import checkpoints
 from rewriter.adapt.models import Batch
 from rewriter.adapt.objective import Loss, stack
+from rewriter.adapt.prompts import PromptRows
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import RunSizes
 from rewriter.adapt.students import Run, Student
@@ -136,6 +137,14 @@ class Order(Sampler[list[int]]):
             epoch += 1
 
 
+class PromptOrder(Order):
+    """The same order of rows that have another prompt in every epoch: row i of epoch e is number e · rows + i."""
+
+    def _stream(self) -> Iterator[int]:
+        for place, row in enumerate(super()._stream()):
+            yield place // self.rows * self.rows + row
+
+
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Hide from accelerate that there are other ranks."""
@@ -207,7 +216,8 @@ class AdaptTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         run, args = self.run, self.args
         seed = int(run.settings.get("data_seed", run.settings["seed"]))
-        order = Order(len(run.data.rows), run.sizes, self.ranks, seed)  # type: ignore[arg-type]
+        kind = PromptOrder if isinstance(run.data.rows, PromptRows) else Order
+        order = kind(len(run.data.rows), run.sizes, self.ranks, seed)  # type: ignore[arg-type]
         pin = args.dataloader_pin_memory and args.device.type == "cuda"
         return DataLoader(
             run.data.rows, batch_sampler=order, collate_fn=stack, num_workers=args.dataloader_num_workers,

@@ -64,6 +64,8 @@ class AdaptOptions:
     length: int | None = None
     too_long: TooLong | None = None
     packing: bool = True
+    prompt_weights: bool = False
+    link: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
