@@ -235,7 +235,7 @@ def _as_alone(model: Any, ids_S: Tensor, packed_SV: Tensor) -> bool:
 
 
 def _every_other(model: Any, positions_BS: Tensor) -> dict[str, Tensor]:
-    """Where a model rewires some tokens alone, every other one of a segment: wherever it stands, it is the same ones."""
+    """Where a model rewires some tokens alone, every other one of a segment: the same ones wherever it stands."""
     return {REWIRED: positions_BS % 2 == 1} if takes_rewired(model) else {}
 
 
@@ -263,19 +263,22 @@ def freeze_unchanged(student: nn.Module) -> None:
     A layer of a class of transformers is unchanged; the classes of rewritten ones are elsewhere. A model without a
     rewritten layer is trained whole.
     """
-    layers = _layers(student)
-    below = _unchanged(layers)
+    layers = layers_of(student)
+    below = first_rewritten(student)
     if below < len(layers):
         for part in (*layers[:below], base_of(student).get_input_embeddings()):
             part.requires_grad_(False)
 
 
-def _unchanged(layers: list[nn.Module]) -> int:
+def first_rewritten(model: nn.Module) -> int:
+    """The number of the first layer that is not as transformers has it; the number of all layers where none is."""
+    layers = layers_of(model)
     rewritten = (i for i, layer in enumerate(layers) if type(layer).__module__.partition(".")[0] != "transformers")
     return next(rewritten, len(layers))
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model of transformers, with adapters or without."""
     return list(find_layers(base_of(module))[1])
 
 
@@ -302,7 +305,7 @@ class Trunk:
     forward of the student takes it in their place."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, depth: int) -> None:
-        self.own, self.last = _layers(student)[:depth], _layers(teacher)[depth - 1]
+        self.own, self.last = layers_of(student)[:depth], layers_of(teacher)[depth - 1]
         self._output: Any = None
 
     @contextlib.contextmanager
@@ -332,8 +335,8 @@ def trunk_of(student: nn.Module, teacher: nn.Module) -> Trunk | None:
 
     None where there is none, or where layers above read more of it than its output: that is tried on two short rows.
     """
-    own, theirs, depth = _layers(student), _layers(teacher), 0
-    while depth < _unchanged(own) and _held_together(own[depth], theirs[depth]):
+    own, theirs, depth = layers_of(student), layers_of(teacher), 0
+    while depth < first_rewritten(student) and _held_together(own[depth], theirs[depth]):
         depth += 1
     embeddings = base_of(student).get_input_embeddings().weight
     if not depth or embeddings is not base_of(teacher).get_input_embeddings().weight:

@@ -77,8 +77,8 @@ class PromptRows(Dataset[Row]):
     exact token after the rewired ones predicts, or in the share of rows without a prompt every token. Without a seed a
     prompt is four fifths of its segment, and what counts is what comes after the prompt.
 
-    `whole`: all tokens of a segment but the first `exact_head` are rewired, and labels stay: for what is learned from
-    keys and values.
+    `whole`: all tokens of an example, which has a row of its own, but the first `exact_head` are rewired, and all are
+    targets: for what is learned from keys and values.
     """
 
     def __init__(self, rows: Dataset[Row], phase: PromptPhase, seed: int | None = None, *, whole: bool = False) -> None:
@@ -91,7 +91,8 @@ class PromptRows(Dataset[Row]):
         epoch, index = divmod(index, len(self))
         row = self.rows[index]
         if self.whole:
-            return row | {REWIRED: self._all(row["segment_ids"])}
+            labels = torch.where(row["segment_ids"] == 0, row["input_ids"], IGNORED)
+            return row | {"labels": labels, REWIRED: torch.arange(len(labels)) >= self.phase.exact_head}
         if self.seed is None:
             return with_cuts(row, self.phase, self._fixed, 1)
         draw = np.random.default_rng([self.seed % 2**64, epoch, index])
@@ -102,12 +103,6 @@ class PromptRows(Dataset[Row]):
 
     def _fixed(self, size: int, last: int) -> int:
         return min(max(size * 4 // 5, shortest_prompt(self.phase)), last)
-
-    def _all(self, segment_ids_S: Tensor) -> Tensor:
-        rewired = torch.ones_like(segment_ids_S, dtype=torch.bool)
-        for place in segments(segment_ids_S):
-            rewired[place][: self.phase.exact_head] = False
-        return rewired
 
 
 def with_cuts(row: Row, phase: PromptPhase, cut_of: Callable[[int, int], int], counted: int) -> Row:
