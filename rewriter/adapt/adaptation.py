@@ -34,6 +34,7 @@ from rewriter.convert.save_options import Level
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.output.manifest import AdaptationEntry
 from rewriter.runtime.loading import rank_device
+from rewriter.tracing.meta_model import load_config
 from rewriter.weights import Checkpoint
 
 
@@ -148,6 +149,8 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     """Train, and write the result to `out`."""
     ranks, seed = run.ranks, int(run.settings["seed"])
     ranks.on_first(lambda: students.prepare_source(run))
+    if run.options.prompt_weights:
+        prompt_weights.require_keys(load_config(run.source))
     torch.manual_seed(seed)  # adapters start at random, the same on all ranks
     run.context.progress("loading the model")
     kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))

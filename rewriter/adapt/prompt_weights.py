@@ -23,6 +23,7 @@ from rewriter.adapt.prompts import Row
 from rewriter.common.cache_names import cache_argument
 from rewriter.common.errors import RewriterError
 from rewriter.ir.phases import REWIRED
+from rewriter.runtime.replicas import IGNORED, next_tokens
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 """Of each layer that keeps some, [B, H, S, D], as its cache holds them."""
@@ -62,7 +63,7 @@ def fitting(theirs: nn.Module, trunk: Trunk | None, autocast: Callable[[], Abstr
             made = keys_and_values(student.module, batch["input_ids"], batch[REWIRED])
         above = len(layers_of(student.module)) - first
         errors_B = key_errors(made[-above:], wanted[-above:], valid_tokens(batch))
-        counted_B = (batch["labels"][:, 1:] != -100).sum(1)
+        counted_B = (next_tokens(batch["labels"]) != IGNORED).sum(1)
         return {"loss": (errors_B * counted_B).sum()}
 
     return loss
