@@ -45,8 +45,8 @@ class AdaptOptions:
     """Options of a run; see `rewrite adapt --help`. `settings` are TrainingArguments by name (those of `SETTINGS`).
 
     `prompt_weights`: weights of the prompt's own. `link`: files of weights that training left as they were are hard
-    links. `method` and `train` are None where they follow from the run (`resolved`); without `too_long`, texts are split
-    and conversations truncated. Raises RewriterError for values out of range and options that exclude each other.
+    links. `method` and `train` are None where they follow from the run (`resolved`); without `too_long`, texts are
+    split and conversations truncated. Raises RewriterError for values out of range and options that exclude each other.
     """
 
     method: Method | None = None

@@ -27,7 +27,7 @@ from rewriter.recipes import Recipe
 LENGTH = 48
 PHASE = {"phase": "prompt", "exact_tail": 3, "exact_head": 2}
 PHASED: dict[str, list[dict[str, Any]]] = {
-    "prompt-ladder": [{"pass": "ladder", "layers": [1, 2, 3], **PHASE}],
+    "prompt-ladder": [{"pass": "ladder", "layers": [2, 3], **PHASE}],
     "prompt-desync": [{"pass": "desync", "n": 2, "resync": "sum", **PHASE}],
 }
 """Passes of recipes that rewire tokens of the prompt alone, whose ends are short."""

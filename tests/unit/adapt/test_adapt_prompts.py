@@ -28,6 +28,8 @@ from rewriter.adapt.prompt_weights import Prefilled, require_keys
 from rewriter.adapt.prompts import EXACT_ROWS, PromptRows, phase_of
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import schedule
+from rewriter.adapt.token_rows import load_rows
+from rewriter.check.drift import load_tokenizer
 from rewriter.convert.rewritten_source import open_output, source_config
 from rewriter.ir.phases import PromptPhase
 from rewriter.output.manifest import read_manifest
@@ -154,7 +156,7 @@ def test_rows_that_hold_no_prompt_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RewriterError, match=r"--length 6: .* fewer than 7 tokens .* --length 256, or less from 7"):
         adapt(directory, **where, options=AdaptOptions(length=6, settings=ON_CPU))
     short = tmp_path / "short.jsonl"
-    short.write_text('{"text": "x"}\n' * 8)
+    short.write_text('{"text": "x"}\n' * 40)
     with pytest.raises(RewriterError, match=r"no example has 7 tokens.*a greater --length"):
         adapt(directory, out=tmp_path / "out", data=short, options=AdaptOptions(length=24, settings=ON_CPU))
 
@@ -163,9 +165,9 @@ def test_rows_that_hold_no_prompt_are_refused(tmp_path: Path) -> None:
 
 
 @functools.cache
-def models(recipe: str = "prompt-ladder") -> tuple[Any, Any]:
+def models() -> tuple[Any, Any]:
     """The original, and the rewritten model."""
-    path = adapted.directory(recipe)
+    path = adapted.directory("prompt-ladder")
     original = AutoModelForCausalLM.from_pretrained(adapted.root() / "llama", dtype=torch.float32)
     return original.eval(), loaded(path)
 
@@ -204,10 +206,10 @@ def test_the_loss_is_that_of_the_tokens_that_count() -> None:
     assert not torch.allclose(found, inverted, rtol=0.05), "the mask has no say"
 
 
-def after_prompts(model: Any, path: Path = Path()) -> tuple[float, float]:
+def after_prompts(model: Any) -> tuple[float, float]:
     """KL of a model from the original, on rows that no run saw: after prompts, and where all tokens are exact."""
     original, _ = models()
-    rows, sums = PromptRows(Packed(), PHASE), []
+    rows, sums = PromptRows(held_out(), PHASE), []
     for exact in (False, True):
         batch = objective.stack([rows[i] for i in range(len(rows))])
         batch |= {"rewired": torch.zeros_like(batch["rewired"])} if exact else {}
@@ -216,6 +218,13 @@ def after_prompts(model: Any, path: Path = Path()) -> tuple[float, float]:
         targets = objective.own_targets(batch["labels"], ours.indices)
         sums.append(float(objective.divergence(ours, theirs, targets)) / int((targets != IGNORED).sum()))
     return sums[0], sums[1]
+
+
+@functools.cache
+def held_out() -> Dataset[dict[str, Tensor]]:
+    """Text that no run is trained on."""
+    tokenizer = load_tokenizer(str(adapted.root() / "llama"))
+    return load_rows(adapted.text_file(20, 1), tokenizer, length=adapted.LENGTH)
 
 
 TRAINED = {"max_steps": 40, "learning_rate": 3e-3, "use_cpu": True}
@@ -232,8 +241,8 @@ def test_one_set_of_weights_heals_the_prompt_and_keeps_the_exact_phase(tmp_path:
     assert exact < 1e-6 < 0.01 < before
     report = heal(adapted.directory("prompt-ladder"), tmp_path / "out")
     after, exact = after_prompts(loaded(tmp_path / "out"))
-    assert after < 0.7 * before
-    assert exact < 0.5 * before
+    assert after < 0.75 * before
+    assert exact < 0.4 * before
     done = read_manifest(tmp_path / "out").adaptation
     assert done is not None
     assert "after prompts of four fifths" in done.evaluation
@@ -253,7 +262,7 @@ def test_an_inverted_mask_does_not_heal(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     before, _ = after_prompts(models()[1])
     after, exact = after_prompts(loaded(tmp_path / "out"))
-    assert after > 0.7 * before or exact > 0.5 * before
+    assert after > 0.75 * before or exact > 0.4 * before
 
 
 def test_a_resumed_run_sees_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +290,7 @@ def test_a_resumed_run_sees_the_same_prompts(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("recipe", ["prompt-ladder", "prompt-desync"])
 def test_layers_below_are_computed_once_for_rewired_tokens_too(recipe: str) -> None:
-    original, student = loaded(adapted.root() / "llama"), loaded(adapted.directory(recipe))
+    original, student = loaded(adapted.root() / "llama"), loaded(adapted.directory(recipe, 2))
     freeze_unchanged(student)
     share_frozen(student, original)
     trunk = trunk_of(student, original)
@@ -326,7 +335,7 @@ def key_errors(student: Any, ids: Tensor) -> list[float]:
 def test_prompt_weights_come_nearer_to_the_keys_and_values_of_the_original(recipe: str, tmp_path: Path) -> None:
     source = adapted.directory(recipe, 2)
     report = heal(source, tmp_path / "out", prompt_weights=True)
-    ids = Packed()[1]["input_ids"][None]
+    ids = held_out()[0]["input_ids"][None, :30]
     before, after = key_errors(loaded(source), ids), key_errors(loaded(tmp_path / "out"), ids)
     assert sum(after) < 0.7 * sum(before)
     done = read_manifest(tmp_path / "out").adaptation
@@ -396,7 +405,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"temperature": 2.0}, "--prompt-weights with --temperature"
 
 
-@pytest.mark.parametrize(("options", "message"), refusals(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(("options", "message"), [*refusals()], ids=lambda x: x if isinstance(x, str) else "")
 def test_prompt_weights_refuse_what_has_no_meaning_for_them(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RewriterError, match=message):
         AdaptOptions(prompt_weights=True, **options)
