@@ -342,7 +342,7 @@ def test_prompt_weights_come_nearer_to_the_keys_and_values_of_the_original(recip
     assert done is not None
     assert (done.method, done.options) == (
         "prompt weights",
-        {"prompt_weights": True, "train": "rewritten", "packing": False},
+        {"prompt_weights": True, "train": "rewritten", "packing": False, "length": adapted.LENGTH},
     )
     assert set(report.losses) == {"original", "before", "after"}
     first = 1 if recipe == "prompt-ladder" else 0
