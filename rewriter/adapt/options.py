@@ -152,6 +152,8 @@ class AdaptOptions:
                   ("--from-scratch", self.from_scratch, "of which random weights have none"),
                   ("--train all", self.train == "all", "of rewritten layers alone"),
                   ("--lora", self.lora, "for which adapters are not implemented"),
+                  ("--set gradient_checkpointing", self.settings.get("gradient_checkpointing"),
+                   "and computing layers twice leaves no cache"),
                   ("--ep", self.ep > 1, "which is done on whole models"),
                   ("--tp or --sp", self.sharded, "which is done on whole models"),
                   (f"--zero {self.zero}", self.fully_sharded, "which is done on whole models"))),

@@ -61,7 +61,7 @@ def fitting(theirs: nn.Module, trunk: Trunk | None, autocast: Callable[[], Abstr
             wanted = keys_and_values(theirs, batch["input_ids"], None)
         with autocast(), contextlib.nullcontext() if trunk is None else trunk.given():
             made = keys_and_values(student.module, batch["input_ids"], batch[REWIRED])
-        above = len(layers_of(student.module)) - first
+        above = min(len(layers_of(student.module)) - first, len(made))  # layers may share keys, or be taken over
         errors_B = key_errors(made[-above:], wanted[-above:], valid_tokens(batch))
         counted_B = (next_tokens(batch["labels"]) != IGNORED).sum(1)
         return {"loss": (errors_B * counted_B).sum()}

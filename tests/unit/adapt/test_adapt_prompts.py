@@ -402,6 +402,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"tp": 2}, "--prompt-weights with --tp or --sp"
     yield {"zero": "3"}, "--prompt-weights with --zero 3"
     yield {"lora": 4}, "--prompt-weights with --lora"
+    yield {"settings": {"gradient_checkpointing": True}}, "--prompt-weights with --set gradient_checkpointing"
     yield {"temperature": 2.0}, "--prompt-weights with --temperature"
 
 
