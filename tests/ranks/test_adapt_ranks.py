@@ -95,9 +95,9 @@ TWO: list[Case] = [
     ("ladder", {"zero": "3"}),
     ("desync", {"tp": 2}),
     ("mixtral", {"ep": 2}),
-    ("prompt-desync", {"tp": 2, "method": "distill"}),
+    ("prompt-desync", {"tp": 2, "method": "distill", "train": "all"}),
 ]
-SHARED = ("method", "lora", "base", "prompt_weights")
+SHARED = ("method", "train", "lora", "base", "prompt_weights")
 """Options that change what is learned."""
 
 
@@ -140,9 +140,9 @@ MORE_OF_TWO: list[Case] = [
     ("mixtral", {"ep": 2, "method": "distill", "lora": 4}),
     ("wide", {"zero": "3", "lora": 4, "base": "int8"}),
     ("prompt-ladder", {"method": "distill"}),
-    ("prompt-ladder", {"zero": "3", "method": "distill"}),
-    ("prompt-ladder", {"tp": 2, "method": "distill"}),
-    ("prompt-ladder", {"sp": 2, "method": "distill"}),
+    ("prompt-ladder", {"zero": "3", "method": "distill", "train": "all"}),
+    ("prompt-ladder", {"tp": 2, "method": "distill", "train": "all"}),
+    ("prompt-ladder", {"sp": 2, "method": "distill", "train": "all"}),
     ("prompt-desync", {"tp": 2}),
     ("prompt-desync", {"method": "distill", "prompt_weights": True}),
 ]
