@@ -5,6 +5,7 @@
     python -m benchmarks.healing.run models/smollm2 --rate 2e-4 --rate 5e-4 --rate 1e-3    # and learning rates
     python -m benchmarks.healing.run models/smollm2 --way "cross entropy"    # and other methods
     python -m benchmarks.healing.run models/smollm2 --tp 3 --recipe ladder-own-partial [--unpermuted]
+    python -m benchmarks.healing.run models/smollm2 --tp 3 --recipe prefill-desync-2x-sum [--way "weights for prompts"]
     python -m benchmarks.healing.run models/smollm2 --steps-only     # speed of a distillation step
     python -m benchmarks.healing.run --page                          # docs/results/adaptation.md from record.json
 
@@ -56,6 +57,7 @@ WAYS: dict[str, list[str]] = {
 STAGES: dict[str, list[str]] = {
     "cross entropy": ["--cross-entropy", "0.1"],
     "cross entropy alone": ["--method", "sft", "--train", "rewritten"],
+    "weights for prompts": ["--prompt-weights"],
 }
 """What else could be minimised at the same tokens."""
 STEP = (8, 256)  # rows and tokens of a row, of the step that is timed

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from rewriter.adapt import checkpoints, output, students
+from rewriter.adapt import checkpoints, output, prompt_weights, prompts, students
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.data_set import OwnText, read_data
 from rewriter.adapt.loop import AdaptTrainer, tensorboard
-from rewriter.adapt.models import Model, trunk_of
-from rewriter.adapt.objective import loss_of
+from rewriter.adapt.models import Model, Trunk, trunk_of
+from rewriter.adapt.objective import Loss, loss_of
 from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.ranks import join
 from rewriter.adapt.schedule import DEFAULTS, WIDTH, plan
@@ -34,6 +34,7 @@ from rewriter.convert.save_options import Level
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.output.manifest import AdaptationEntry
 from rewriter.runtime.loading import rank_device
+from rewriter.tracing.meta_model import load_config
 from rewriter.weights import Checkpoint
 
 
@@ -100,7 +101,15 @@ def adapt(
     own_text = OwnText(opened, chosen, teacher, known, ranks, device, context)
     file = own_text.file_of(data)
     measured = None if evaluation is None else own_text.file_of(evaluation, held_out=True)
-    rows = read_data(opened, chosen, file, measured, int(given.get("seed", DEFAULTS["seed"])), context)
+    seed = int(given.get("seed", DEFAULTS["seed"]))
+    rows = read_data(opened, chosen, file, measured, seed, context)
+    if (phase := prompts.phase_of(opened, chosen)) is not None:
+        rows = prompts.with_prompts(rows, phase, chosen, seed)
+    elif chosen.prompt_weights:
+        raise RewriterError(
+            f"--prompt-weights: {opened.root} computes all tokens alike. Rewrite with a recipe that has phase: prompt, "
+            "or leave it out"
+        )
     count = len(rows.rows)  # type: ignore[arg-type]
     width = stream_width(opened.config) or WIDTH
     settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device)
@@ -140,6 +149,8 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     """Train, and write the result to `out`."""
     ranks, seed = run.ranks, int(run.settings["seed"])
     ranks.on_first(lambda: students.prepare_source(run))
+    if run.options.prompt_weights:
+        prompt_weights.require_keys(load_config(run.source))
     torch.manual_seed(seed)  # adapters start at random, the same on all ranks
     run.context.progress("loading the model")
     kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))
@@ -151,19 +162,37 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     if theirs is not None and run.options.train == "rewritten" and built.mesh is None and not noisy:
         trunk = trunk_of(built.model.module, theirs.module)
     callbacks = tensorboard(run.place, 0 if kept is None else checkpoints.step_of(kept)) if ranks.first else []
-    trainer = AdaptTrainer(run, built, loss_of(run.options, run.autocast, theirs, trunk), callbacks)
+    judged = _judged(run, built.model, theirs)
+    trainer = AdaptTrainer(run, built, _loss(run, theirs, trunk), callbacks, judged)
     torch.manual_seed(seed + 1 + ranks.replica)  # dropout differs from row to row
     trainer.train(resume_from_checkpoint=kept)
-    del theirs, trunk, trainer
+    del trunk, trainer, judged
+    if not run.options.prompt_weights:
+        theirs = None
     run.context.progress("writing the result")
     output.merge(built)
     output.round_to(built.model.module, run.source, run.opened.dtype)
     losses: dict[str, float] = {name: facts[name] for name in ("original", "before") if name in facts}
-    losses["after"] = run.measured(built.model)
+    losses["after"] = run.measured(_judged(run, built.model, theirs))
     output.collect(run, built)
     entry: AdaptationEntry = ranks.on_first(lambda: output.entry(run, losses))
     ranks.on_first(lambda: output.write(run, out, entry, verify))
     return entry
+
+
+def _judged(run: Run, trained: Model, theirs: Model | None) -> Model:
+    """What computes the rows to evaluate on: the trained model, or the original that reads its keys and values."""
+    if not run.options.prompt_weights:
+        return trained
+    assert theirs is not None
+    return prompt_weights.Prefilled(trained, theirs)
+
+
+def _loss(run: Run, theirs: Model | None, trunk: Trunk | None) -> Loss:
+    if not run.options.prompt_weights:
+        return loss_of(run.options, run.autocast, theirs, trunk)
+    assert theirs is not None
+    return prompt_weights.fitting(theirs.module, trunk, run.autocast)
 
 
 def _measured_before(run: Run, built: students.Student) -> tuple[Model | None, dict[str, Any]]:
@@ -176,6 +205,6 @@ def _measured_before(run: Run, built: students.Student) -> tuple[Model | None, d
     if "before" not in facts:
         run.context.progress("measuring the loss before training")
         losses = {} if theirs is None else {"original": run.measured(theirs)}
-        losses["before"] = run.measured(built.model)
+        losses["before"] = run.measured(_judged(run, built.model, theirs))
         facts = run.ranks.on_first(lambda: checkpoints.remember(run.place, **losses))
     return theirs if distills else None, facts

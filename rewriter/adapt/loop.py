@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from rewriter.adapt import checkpoints
-from rewriter.adapt.models import Batch
+from rewriter.adapt.models import Batch, Model
 from rewriter.adapt.objective import Loss, stack
+from rewriter.adapt.prompts import PromptRows
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import RunSizes
 from rewriter.adapt.students import Run, Student
@@ -136,6 +137,14 @@ class Order(Sampler[list[int]]):
             epoch += 1
 
 
+class PromptOrder(Order):
+    """The same order of rows that have another prompt in every epoch: row i of epoch e is number e · rows + i."""
+
+    def _stream(self) -> Iterator[int]:
+        for place, row in enumerate(super()._stream()):
+            yield place // self.rows * self.rows + row
+
+
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Hide from accelerate that there are other ranks."""
@@ -184,17 +193,20 @@ def training_arguments(run: Run) -> TrainingArguments:
 
 
 class AdaptTrainer(Trainer):
-    """Trains `built` by `loss`, on the rows of the run.
+    """Trains `built` by `loss`, on the rows of the run. `judged` is what computes the rows to evaluate on.
 
     Raises RewriterError when a loss or gradient is not finite, naming the step and the last good checkpoint.
     """
 
-    def __init__(self, run: Run, built: Student, loss: Loss, callbacks: list[TrainerCallback]) -> None:
+    def __init__(
+        self, run: Run, built: Student, loss: Loss, callbacks: list[TrainerCallback], judged: Model | None = None
+    ) -> None:
         rows = run.data.rows
         with alone():
             # rows to evaluate on are asked for where eval_steps is set, and are never read: `evaluate` has its own
             super().__init__(built.model.module, training_arguments(run), stack, rows, rows, callbacks=callbacks)
         self.run, self.built, self.student, self.loss, self.ranks = run, built, built.model, loss, run.ranks
+        self.judged = judged or built.model
         self.remove_callback(PrinterCallback)  # Metrics prints instead
         if run.ranks.first:
             self.add_callback(Metrics(self.run, lambda: self.parts))
@@ -207,7 +219,8 @@ class AdaptTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         run, args = self.run, self.args
         seed = int(run.settings.get("data_seed", run.settings["seed"]))
-        order = Order(len(run.data.rows), run.sizes, self.ranks, seed)  # type: ignore[arg-type]
+        kind = PromptOrder if isinstance(run.data.rows, PromptRows) else Order
+        order = kind(len(run.data.rows), run.sizes, self.ranks, seed)  # type: ignore[arg-type]
         pin = args.dataloader_pin_memory and args.device.type == "cuda"
         return DataLoader(
             run.data.rows, batch_sampler=order, collate_fn=stack, num_workers=args.dataloader_num_workers,
@@ -279,7 +292,7 @@ class AdaptTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The losses on the evaluation rows, logged."""
-        measured = {"eval_loss": self.run.measured(self.student)}
+        measured = {"eval_loss": self.run.measured(self.judged)}
         self.log(measured)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
         return measured

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rewriter.ir.phases import REWIRED
 from rewriter.runtime.context import Context
 from rewriter.runtime.module import LocalLogits, RuntimeModel
 from rewriter.tracing.meta_model import find_layers
@@ -30,7 +31,8 @@ from rewriter.weights.finite import require_finite
 from rewriter.weights.plain_model import PlainTensors, plain_model
 
 Batch = Mapping[str, Tensor]
-"""input_ids, labels, position_ids, segment_ids: int64 [B, S]."""
+"""input_ids, labels, position_ids, segment_ids: int64 [B, S]; of models that rewire the prompt alone, `rewired` too:
+bool [B, S], True where a token is rewired."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ def base_of(module: nn.Module) -> Any:
     return cast(Any, module).get_base_model() if hasattr(module, "peft_config") else module
 
 
+def takes_rewired(module: nn.Module) -> bool:
+    """True for a model of transformers that is told which tokens are rewired."""
+    return REWIRED in inspect.signature(type(base_of(module)).forward).parameters
+
+
 class HuggingFaceModel:
     """A causal LM of transformers, whole on each rank or sharded by FSDP2."""
 
@@ -77,6 +84,7 @@ class HuggingFaceModel:
         given = {"input_ids": ids, "use_cache": False}
         # without a mask, transformers tells packed sequences by positions that begin anew
         given |= {"position_ids": batch["position_ids"]} if self._takes_positions else {}
+        given |= {REWIRED: batch[REWIRED]} if REWIRED in batch and takes_rewired(self.module) else {}
         indices = torch.arange(ids.shape[1], device=ids.device)
         if self._apart is None:
             self._apart = head_is_apart(self.module)
@@ -149,7 +157,8 @@ class ShardedModel:
         self.group = module.replicas.group
 
     def __call__(self, batch: Batch, module: nn.Module | None = None) -> TokenStates:
-        context = Context(segment_ids=batch["segment_ids"])
+        phased = cast(RuntimeModel, self.module).phase is not None
+        context = Context(segment_ids=batch["segment_ids"], rewired=batch.get(REWIRED) if phased else None)
         output = (module or self.module)(batch["input_ids"], ctx=context, gather=False)
         assert isinstance(output, LocalLogits)
         return TokenStates(output.logits, output.indices)
@@ -210,17 +219,24 @@ def _with_embeddings(model: Any, ids_BS: Tensor, positions_BS: Tensor) -> tuple[
 
     hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
-        logits = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits
+        told = _every_other(model, positions_BS)
+        logits = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False, **told).logits
     finally:
         hook.remove()
     return logits, seen[0]
 
 
 def _as_alone(model: Any, ids_S: Tensor, packed_SV: Tensor) -> bool:
-    alone_SV = model(input_ids=ids_S[None], use_cache=False).logits[0]
+    told = _every_other(model, torch.arange(len(ids_S), device=ids_S.device)[None])
+    alone_SV = model(input_ids=ids_S[None], use_cache=False, **told).logits[0]
     errors = (packed_SV.float() - alone_SV.float()).norm(dim=-1) / alone_SV.float().norm(dim=-1)
     # The median: rounding may send a token to another expert, which changes its logits altogether.
     return statistics.median(errors.tolist()) <= torch.finfo(alone_SV.dtype).eps ** 0.5
+
+
+def _every_other(model: Any, positions_BS: Tensor) -> dict[str, Tensor]:
+    """Where a model rewires some tokens alone, every other one of a segment: the same ones wherever it stands."""
+    return {REWIRED: positions_BS % 2 == 1} if takes_rewired(model) else {}
 
 
 def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
@@ -247,19 +263,22 @@ def freeze_unchanged(student: nn.Module) -> None:
     A layer of a class of transformers is unchanged; the classes of rewritten ones are elsewhere. A model without a
     rewritten layer is trained whole.
     """
-    layers = _layers(student)
-    below = _unchanged(layers)
+    layers = layers_of(student)
+    below = first_rewritten(student)
     if below < len(layers):
         for part in (*layers[:below], base_of(student).get_input_embeddings()):
             part.requires_grad_(False)
 
 
-def _unchanged(layers: list[nn.Module]) -> int:
+def first_rewritten(model: nn.Module) -> int:
+    """The number of the first layer that is not as transformers has it; the number of all layers where none is."""
+    layers = layers_of(model)
     rewritten = (i for i, layer in enumerate(layers) if type(layer).__module__.partition(".")[0] != "transformers")
     return next(rewritten, len(layers))
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model of transformers, with adapters or without."""
     return list(find_layers(base_of(module))[1])
 
 
@@ -286,7 +305,7 @@ class Trunk:
     forward of the student takes it in their place."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, depth: int) -> None:
-        self.own, self.last = _layers(student)[:depth], _layers(teacher)[depth - 1]
+        self.own, self.last = layers_of(student)[:depth], layers_of(teacher)[depth - 1]
         self._output: Any = None
 
     @contextlib.contextmanager
@@ -316,22 +335,23 @@ def trunk_of(student: nn.Module, teacher: nn.Module) -> Trunk | None:
 
     None where there is none, or where layers above read more of it than its output: that is tried on two short rows.
     """
-    own, theirs, depth = _layers(student), _layers(teacher), 0
-    while depth < _unchanged(own) and _held_together(own[depth], theirs[depth]):
+    own, theirs, depth = layers_of(student), layers_of(teacher), 0
+    while depth < first_rewritten(student) and _held_together(own[depth], theirs[depth]):
         depth += 1
     embeddings = base_of(student).get_input_embeddings().weight
     if not depth or embeddings is not base_of(teacher).get_input_embeddings().weight:
         return None
     trunk = Trunk(student, teacher, depth)
     ids = torch.arange(14, device=embeddings.device).reshape(2, 7) % len(embeddings)
+    told = _every_other(student, torch.arange(7, device=ids.device).expand(2, 7))
     training = student.training
     student.eval()
     try:
         with trunk.kept():
             teacher(input_ids=ids, use_cache=False)
         with trunk.given():
-            above = student(input_ids=ids, use_cache=False).logits
-        whole = student(input_ids=ids, use_cache=False).logits  # last: what it leaves behind must not help
+            above = student(input_ids=ids, use_cache=False, **told).logits
+        whole = student(input_ids=ids, use_cache=False, **told).logits  # last: what it leaves behind must not help
     finally:
         student.train(training)
     return trunk if torch.allclose(whole, above, rtol=1e-4, atol=1e-5) else None

@@ -44,8 +44,9 @@ MOST_TOKENS = 10**15  # a run of more is a slip of the pen: the largest so far s
 class AdaptOptions:
     """Options of a run; see `rewrite adapt --help`. `settings` are TrainingArguments by name (those of `SETTINGS`).
 
-    `method` and `train` are None where they follow from the run (`resolved`); without `too_long`, texts are split and
-    conversations truncated. Raises RewriterError for values out of range and options that exclude each other.
+    `prompt_weights`: weights of the prompt's own. `link`: files of weights that training left as they were are hard
+    links. `method` and `train` are None where they follow from the run (`resolved`); without `too_long`, texts are
+    split and conversations truncated. Raises RewriterError for values out of range and options that exclude each other.
     """
 
     method: Method | None = None
@@ -64,6 +65,8 @@ class AdaptOptions:
     length: int | None = None
     too_long: TooLong | None = None
     packing: bool = True
+    prompt_weights: bool = False
+    link: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,7 +101,8 @@ class AdaptOptions:
         distills = original_known and not self.from_scratch
         method = self.method or ("distill" if distills else "sft")
         apart = method == "distill" and not any(used for _, used, _ in self._trained_whole())
-        return replace(self, method=method, train=self.train or ("rewritten" if apart else "all"))
+        packing = self.packing and not self.prompt_weights  # a cache holds one example in a row
+        return replace(self, method=method, train=self.train or ("rewritten" if apart else "all"), packing=packing)
 
     @property
     def budgeted(self) -> bool:
@@ -138,6 +142,21 @@ class AdaptOptions:
              "--from-scratch --lora: an adapter on random weights learns nothing. Leave out one"),
             *((used and self.train == "rewritten", f"--train rewritten with {name}: {why}. Leave out --train")
               for name, used, why in self._trained_whole()),
+            *((self.prompt_weights and used,
+               f"--prompt-weights with {name}: weights of the prompt's own are fitted to the keys and values of the "
+               f"original, {why}. Leave out one of the two")
+              for name, used, why in (
+                  ("--method sft", self.method == "sft", "not to targets of the data"),
+                  ("--cross-entropy", self.cross_entropy, "not to targets of the data"),
+                  ("--temperature", self.temperature != 1, "not to its predictions"),
+                  ("--from-scratch", self.from_scratch, "of which random weights have none"),
+                  ("--train all", self.train == "all", "of rewritten layers alone"),
+                  ("--lora", self.lora, "for which adapters are not implemented"),
+                  ("--set gradient_checkpointing", self.settings.get("gradient_checkpointing"),
+                   "and computing layers twice leaves no cache"),
+                  ("--ep", self.ep > 1, "which is done on whole models"),
+                  ("--tp or --sp", self.sharded, "which is done on whole models"),
+                  (f"--zero {self.zero}", self.fully_sharded, "which is done on whole models"))),
             (self.base and not self.lora,
              f"--base {self.base}: weights that are trained cannot be quantized. Add --lora R"),
             (self.base and self.zero == "plus-plus",

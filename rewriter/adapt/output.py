@@ -65,7 +65,7 @@ def round_to(module: nn.Module, source: Path, dtype: str) -> None:
 def collect(run: Run, built: Student) -> None:
     """Write the trained weights under the source's names, with the source's config. Every rank calls it."""
     like, trained, module = Checkpoint.open(run.source), run.place / "trained", built.model.module
-    ranks, tp, program = run.ranks, run.options.tp, built.program
+    ranks, tp, program, link = run.ranks, run.options.tp, built.program, run.options.link
     free_gathered(module)
     if program is None:
         base = base_of(module)
@@ -73,7 +73,7 @@ def collect(run: Run, built: Student) -> None:
             state = built.experts.full_state_dict()
         else:
             state = {name: _whole(tensor) for name, tensor in base.state_dict().items()}
-        ranks.on_first(lambda: write_model(base, state, like, run.place / "made", trained))
+        ranks.on_first(lambda: write_model(base, state, like, run.place / "made", trained, link))
     else:
         shards = run.place / "shards"
         own = {name: _whole(parameter) for name, parameter in module.named_parameters()}
@@ -84,7 +84,7 @@ def collect(run: Run, built: Student) -> None:
 
         def put_together() -> None:
             full = full_tensors(program, like, [load_file(shards / f"{rank}.safetensors") for rank in range(tp)])
-            write_trained(like, full.__getitem__, trained)
+            write_trained(like, full.__getitem__, trained, link)
 
         ranks.on_first(put_together)
     ranks.on_first(lambda: write_source(run.opened, trained, weights=False) and None)
@@ -99,14 +99,14 @@ def entry(run: Run, losses: dict[str, float]) -> AdaptationEntry:
     """The manifest's entry of a run."""
     options, data, sizes = run.options, run.data, run.sizes
     plain = {f.name: f.default for f in dataclasses.fields(AdaptOptions)}
-    given = {k: v for k, v in asdict(options).items() if k not in ("settings", "method") and v != plain[k]}
+    given = {k: v for k, v in asdict(options).items() if k not in ("settings", "method", "link") and v != plain[k]}
     seconds, before = 0.0, 0  # of steps, in all parts of a run that was interrupted
     for line in read_metrics(run.place):
         if "tokens_per_second" in line:
             seconds += (line["tokens"] - before) / line["tokens_per_second"]
             before = line["tokens"]
     return AdaptationEntry(
-        method=str(options.method),
+        method="prompt weights" if options.prompt_weights else str(options.method),
         data=data.data,
         counts=data.counts,
         evaluation=data.evaluation,
@@ -130,7 +130,7 @@ def write(run: Run, out: Path, done: AdaptationEntry, verify: Level) -> None:
         rewritten(run.opened, run.place / "trained"),
         out,
         source.name,
-        SaveOptions(verify=verify),
+        SaveOptions(verify=verify, link=run.options.link),
         run.context,
         adaptation=done,
         original=source,

@@ -7,6 +7,7 @@ belongs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +23,11 @@ from rewriter.weights.checkpoint import torch_dtype
 from rewriter.weights.expressions import evaluate
 
 
-def write_trained(like: Checkpoint, read: Callable[[str], Tensor], out: Path) -> None:
+def write_trained(like: Checkpoint, read: Callable[[str], Tensor], out: Path, link: bool = False) -> None:
     """Write `read(name)` for every tensor of `like` into `out`: the same files, names and dtypes.
 
-    The index, where there is one, is written by whoever copies the other files.
+    With `link`, a file whose tensors are those of `like` is a hard link to that one. The index, where there is one, is
+    written by whoever copies the other files.
     """
     out.mkdir(parents=True, exist_ok=True)
     for file in like.files:
@@ -33,10 +35,15 @@ def write_trained(like: Checkpoint, read: Callable[[str], Tensor], out: Path) ->
         tensors = {name: read(name).to(torch_dtype(info.dtype, name)).contiguous() for name, info in inside.items()}
         place = out / file.relative_to(like.directory)
         place.unlink(missing_ok=True)  # never through a link to the original
+        if link and all(torch.equal(tensor, like.read(name)) for name, tensor in tensors.items()):
+            os.link(os.path.realpath(file), place)
+            continue
         save_file(tensors, place, metadata=dict(like.metadata[file]) or {"format": "pt"})
 
 
-def write_model(module: nn.Module, state: Mapping[str, Tensor], like: Checkpoint, made: Path, out: Path) -> None:
+def write_model(
+    module: nn.Module, state: Mapping[str, Tensor], like: Checkpoint, made: Path, out: Path, link: bool = False
+) -> None:
     """Write the model of transformers with the weights of `state` into `out`, as `write_trained` does.
 
     `made` is where transformers' own writer may write, which knows how modules are named on disk. What it does not
@@ -59,7 +66,7 @@ def write_model(module: nn.Module, state: Mapping[str, Tensor], like: Checkpoint
         held = next((state[n] for n in (name, prefix + name) if n in tied and n in state), None)
         return like.read(name) if held is None else held
 
-    write_trained(like, read, out)
+    write_trained(like, read, out, link)
 
 
 def full_tensors(program: Program, like: Checkpoint, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ def adapt(
     teacher: options.Teacher = None,
     method: options.Method = None,
     train: options.Train = None,
+    prompt_weights: options.PromptWeights = False,
     temperature: options.Temperature = 1.0,
     cross_entropy: options.CrossEntropy = 0.0,
     lora: options.Lora = 0,
@@ -33,6 +34,7 @@ def adapt(
     packing: options.Packing = True,
     set: options.TrainerSettings = None,
     resume: options.ResumeRun = False,
+    link: options.LinkTrained = False,
     verify: options.VerifyAdapted = "shrunken",
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
@@ -51,7 +53,8 @@ def adapt(
     chosen = AdaptOptions(
         method=method, tokens=tokens, train=train, temperature=temperature, cross_entropy=cross_entropy, lora=lora,
         base=base, zero=zero, ep=ep, ep_order=ep_order, tp=tp, sp=sp, from_scratch=from_scratch, length=length,
-        too_long=too_long, packing=packing, settings=parse_settings(set or []),
+        too_long=too_long, packing=packing, prompt_weights=prompt_weights, link=link,
+        settings=parse_settings(set or []),
     )  # fmt: skip
     with ProgressLine() as progress:
         from transformers.utils import logging

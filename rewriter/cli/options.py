@@ -241,6 +241,10 @@ Train = Annotated[
     Literal["all", "rewritten"] | None,
     typer.Option(help="All weights (sft), or those from the first rewritten layer on (distill, where it can)."),
 ]
+PromptWeights = Annotated[
+    bool, typer.Option("--prompt-weights", help="Phased recipes: weights for prompts alone; the original generates.")
+]
+LinkTrained = Annotated[bool, typer.Option("--link", help="Hard-link files of weights that stay as they were.")]
 Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
 CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]
 Lora = Annotated[int, typer.Option(metavar="R", help="Train adapters of rank R, and merge them.")]

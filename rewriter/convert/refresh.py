@@ -34,7 +34,7 @@ from rewriter.weights.references import references_text
 
 # Of config.json: names of kinds and modes may be others, but not which of them are equal.
 _NAMED = ("rewriter_layers", "rewriter_pattern")
-_EXACT = ("rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_modes")
+_EXACT = ("rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_modes", "rewriter_phase")
 
 
 def refresh(

@@ -20,6 +20,7 @@ from rewriter.passes.sequence.distributed_attention import ALGORITHMS
 _METHODS = {
     "sft": "cross entropy on the targets of the data (supervised fine-tuning)",
     "distill": "divergence from the predictions of the original model (distillation)",
+    "prompt weights": "the error of its keys and values; they are for prompts alone, and the original generates",
 }
 _LOSSES = {
     "original": "the original model",

@@ -64,14 +64,16 @@ def files(wide: bool = False) -> dict[str, Path]:
         "ladder": adapted.directory("ladder", 2),
         "desync": adapted.directory("desync-4x-sum", 2),
         "mixtral": adapted.directory("ladder", 2, "mixtral"),
+        "prompt-ladder": adapted.directory("prompt-ladder", 2),
+        "prompt-desync": adapted.directory("prompt-desync", 2),
     }
 
 
-def alone(name: str, method: str = "sft", lora: int = 0, base: str | None = None) -> Path:
+def alone(name: str, **options: Any) -> Path:
     """The result on one device, trained once."""
-    out = adapted.root() / f"alone-{name}-{method}-{lora}-{base}"
+    out = adapted.root() / "-".join(["alone", name, *map(str, options.values())])
     if not out.exists():
-        train(None, files(name == "wide"), out, [(name, {"method": method, "lora": lora, "base": base})])
+        train(None, files(name == "wide"), out, [(name, options)])
     return out / "0"
 
 
@@ -89,7 +91,18 @@ def assert_same_training(result: Path, expected: Path) -> None:
         assert differs < 0.02, f"{name}: {differs:.1%} of its elements"
 
 
-TWO: list[Case] = [("ladder", {"zero": "3"}), ("desync", {"tp": 2}), ("mixtral", {"ep": 2})]
+TWO: list[Case] = [
+    ("ladder", {"zero": "3"}),
+    ("desync", {"tp": 2}),
+    ("mixtral", {"ep": 2}),
+    ("prompt-desync", {"tp": 2, "method": "distill", "train": "all"}),
+]
+SHARED = ("method", "train", "lora", "base", "prompt_weights")
+"""Options that change what is learned."""
+
+
+def learned(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in SHARED}
 
 
 def of_two(group: Any, files: dict[str, Path], out: Path) -> Gathered:
@@ -105,12 +118,13 @@ def two() -> tuple[Path, list[Gathered]]:
     return out, run_ranks(of_two, 2, files(), out)
 
 
-@pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp", "ep"])
+@pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp", "ep", "tp, prompts"])
 @pytest.mark.fast("fsdp2", "tp")
 def test_two_ranks_train_as_one_device(index: int, two: tuple[Path, list[Gathered]]) -> None:
     """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, which one device computes too;
-    expert-parallel."""
-    assert_same_training(two[0] / str(index), alone(TWO[index][0]))
+    expert-parallel; tensor-parallel, prompts alone rewired."""
+    name, options = TWO[index]
+    assert_same_training(two[0] / str(index), alone(name, **learned(options)))
 
 
 MORE_OF_TWO: list[Case] = [
@@ -125,6 +139,12 @@ MORE_OF_TWO: list[Case] = [
     ("ladder", {"zero": "3", "lora": 4}),
     ("mixtral", {"ep": 2, "method": "distill", "lora": 4}),
     ("wide", {"zero": "3", "lora": 4, "base": "int8"}),
+    ("prompt-ladder", {"method": "distill"}),
+    ("prompt-ladder", {"zero": "3", "method": "distill", "train": "all"}),
+    ("prompt-ladder", {"tp": 2, "method": "distill", "train": "all"}),
+    ("prompt-ladder", {"sp": 2, "method": "distill", "train": "all"}),
+    ("prompt-desync", {"tp": 2}),
+    ("prompt-desync", {"method": "distill", "prompt_weights": True}),
 ]
 
 
@@ -132,8 +152,7 @@ MORE_OF_TWO: list[Case] = [
 def test_two_ranks_train_as_one_device_in_every_other_way(tmp_path: Path) -> None:
     run_ranks(train, 2, files(wide=True), tmp_path, MORE_OF_TWO, timeout=600)
     for index, (name, options) in enumerate(MORE_OF_TWO):
-        expected = alone(name, **{k: v for k, v in options.items() if k in ("method", "lora", "base")})
-        assert_same_training(tmp_path / str(index), expected)
+        assert_same_training(tmp_path / str(index), alone(name, **learned(options)))
 
 
 FOUR: list[Case] = [

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from repository import ROOT
@@ -21,8 +22,15 @@ sys.path.insert(0, str(ROOT / "examples"))
 from tiny_corpus import BOS, EOS, PAD, VOCABULARY, build_tokenizer
 
 from rewriter.convert.save_options import SaveOptions
+from rewriter.recipes import Recipe
 
 LENGTH = 48
+PHASE = {"phase": "prompt", "exact_tail": 3, "exact_head": 2}
+PHASED: dict[str, list[dict[str, Any]]] = {
+    "prompt-ladder": [{"pass": "ladder", "layers": [2, 3], **PHASE}],
+    "prompt-desync": [{"pass": "desync", "n": 2, "resync": "sum", **PHASE}],
+}
+"""Passes of recipes that rewire tokens of the prompt alone, whose ends are short."""
 _TEXT = "def return if else for in import class self not None True False x y z = ( ) : +"
 _WORDS = tuple(_TEXT.split())
 
@@ -68,8 +76,15 @@ def _directory(recipe: str, tp: int, family: str, hidden: int) -> Path:
     if not source.exists():
         write_source(source, family, hidden=hidden)
     path = root() / f"{name}-{recipe}-tp{tp}"
-    convert(source, recipe, out=path, tp=tp, options=SaveOptions(verify="none"))
+    convert(source, recipe_of(recipe), out=path, tp=tp, options=SaveOptions(verify="none"))
     return path
+
+
+def recipe_of(name: str) -> str | Recipe:
+    if name not in PHASED:
+        return name
+    passes = [{"pass": "tensor_parallel"}, {"pass": "merge_reductions", "optional": True}, *PHASED[name]]
+    return Recipe.model_validate({"name": name, "summary": "For short prompts.", "paper": "-", "passes": passes})
 
 
 @functools.cache
