@@ -61,7 +61,7 @@ class SumSchedule:
 
 
 def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> SumSchedule:
-    """The schedule of the model that `config` (of transformers) describes.
+    """The schedule of the model that `config` (of transformers) describes; that of rewired tokens, where it has others.
 
     `cuts` are the layers after which a pipeline stage ends, as the last: what is under way ends there. `mergeable`:
     sums of two blocks that nobody reads in between may be one, since nothing stands between a block's sum and the
@@ -70,8 +70,6 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
     delays = getattr(config, "rewriter_delays", None)
     if delays is None:
         raise Unsupported("config.json has no rewriter_delays: rewrite the model again with this version of rewriter")
-    if getattr(config, "rewriter_phase", None) is not None:
-        raise Unsupported("tokens of the prompt alone are rewired, and an engine's layers compute all tokens alike")
     labels = [tuple(layer.values()) for layer in getattr(config, "rewriter_pattern", None) or ()]
     modes: Mapping[str, Mapping[str, Any]] | None = getattr(config, "rewriter_modes", None)
     if labels and modes is None:

@@ -11,6 +11,7 @@ class VllmEngine:
     """vLLM's group of tensor-parallel ranks, with the all-reduce that vLLM has chosen for it. On CPUs small sums go
     through sockets: begun without a thread, which would take the core that computes."""
 
+    rows: Any = None  # `phases.Rows` of the batch that runs now, where some of its tokens are rewired
     connected: Any = None  # the group whose small sums go through sockets, where they can
 
     @property

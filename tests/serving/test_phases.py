@@ -1,0 +1,79 @@
+"""Models that rewire tokens of the prompt alone, in vLLM: each token by its own wiring, whatever is in its batch."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from functools import cache
+
+from cases import Case, of_transformers, of_vllm, prompts, rewritten
+
+LADDER, DESYNC = "prefill-ladder-upper-half", "prefill-desync-2x-sum"
+ENDS = {
+    LADDER: (("ladder.exact_tail", 3), ("ladder.exact_head", 2)),
+    DESYNC: (("desync.exact_tail", 3), ("desync.exact_head", 2)),
+}
+
+
+def phased(recipe, tp, eager=True, **others):
+    return Case("llama", recipe, tp, eager, settings=ENDS[recipe], **others)
+
+
+ALONE = phased(LADDER, 1, engine={"max_num_seqs": 1})  # chunks of one prompt, all of whose tokens are rewired
+ONE_RANK = [phased(LADDER, 1), phased(LADDER, 1, every=3), phased(LADDER, 1, eager=False, every=3), ALONE]
+FAULTS = [phased(LADDER, 1, every=3, fault="shifted")]
+TWO_RANKS = [
+    phased(recipe, 2, eager, every=every) for recipe in (LADDER, DESYNC) for eager in (True, False) for every in (None, 3)
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("phases")
+
+
+@pytest.fixture(scope="module")
+def ran(root):
+    @cache
+    def run(group):
+        return dict(zip(map(str, group), of_vllm(list(group), root), strict=True))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(root):
+    @cache
+    def tokens(recipe, tp):
+        return of_transformers(rewritten(phased(recipe, tp), root), prompts())
+
+    return tokens
+
+
+def check(case, group, ran, expected):
+    result = ran(tuple(group))[str(case)]
+    assert "error" not in result, result["log"][-3000:]
+    assert result["tokens"] == expected(case.recipe, case.tp)
+    assert result["cached"] > 0
+    assert "all-reduces of Rewriter" in result["log"]
+    return result
+
+
+@pytest.mark.parametrize("case", ONE_RANK, ids=str)
+def test_one_rank(case, ran, expected):
+    kinds = check(case, [*ONE_RANK, *FAULTS], ran, expected)["batches"]
+    assert kinds["exact"] > 0
+    assert kinds["rewired" if case is ALONE else "both"] > 0
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=str)
+def test_two_ranks(case, ran, expected):
+    check(case, TWO_RANKS, ran, expected)
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=str)
+def test_a_fault_shows(case, ran, expected):
+    result = ran(tuple([*ONE_RANK, *FAULTS]))[str(case)]
+    assert result["tokens"] != expected(case.recipe, case.tp)
