@@ -34,6 +34,12 @@ class VllmEngine:
         summed: Tensor = self.group._all_reduce_out_place(x)  # what vLLM's own operator calls
         return summed
 
+    def quantized_sum_now(self, x: Tensor, format: str) -> Tensor:
+        """The sum whose messages travel in `format`, as that of the runtime module: an all-to-all and an all-gather."""
+        from rewriter.runtime.quantized.launch import all_reduce_start
+
+        return all_reduce_start(x, self.group.device_group, format, wait=True).wait()
+
     def begin(self, x: Tensor) -> Any:
         """Begin the sum of a CPU tensor in place, without a thread: an object with `wait`; None where only a thread
         can."""

@@ -41,6 +41,8 @@ class RewrittenModel:
             native_init(vllm_config=vllm_config, prefix=prefix, **other)
             model.rewriter_ranks = rewire(model, vllm_config).ranks
         except Unsupported as reason:
+            if not is_generated(vllm_config):
+                return as_it_is(model, vllm_config, prefix, str(reason))
             return on_backend(vllm_config, prefix, str(reason))
         return model
 
@@ -81,6 +83,26 @@ def check_engine(vllm_config: VllmConfig) -> None:
         raise ValueError("rewriter: --enable-dbo runs two batches at once, whose sums would mix: leave it out")
 
 
+def is_generated(vllm_config: VllmConfig) -> bool:
+    """False for a checkpoint that keeps the source's own code: only its sums are quantized."""
+    return getattr(vllm_config.model_config.hf_config, "rewriter_layers", None) is not None
+
+
+def as_it_is(model: Any, vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
+    """vLLM's own model, whose sums are exact."""
+    logger.warning("rewriter: sums are not quantized, because %s", reason)
+    forget_layers(vllm_config)
+    own: Any = type(model).__bases__[1]
+    made: nn.Module = own(vllm_config=vllm_config, prefix=prefix)
+    return made
+
+
+def forget_layers(vllm_config: VllmConfig) -> None:
+    """Let vLLM forget the layers of the model that was begun."""
+    vllm_config.compilation_config.static_forward_context.clear()
+    vllm_config.compilation_config.static_all_moe_layers.clear()
+
+
 def on_backend(vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
     """The model on vLLM's Transformers backend, with the generated modeling file: right, without overlap."""
     from vllm.model_executor.models import transformers
@@ -98,9 +120,7 @@ def on_backend(vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
         )
     logger.warning("rewriter: nothing of %s overlaps: it runs on the Transformers backend, because %s", name, reason)
     with_generated_config(vllm_config)
-    compilation = vllm_config.compilation_config
-    compilation.static_forward_context.clear()  # the layers of the model that was begun
-    compilation.static_all_moe_layers.clear()
+    forget_layers(vllm_config)
     experts = vllm_config.model_config.get_num_experts() > 0
     backend = transformers.TransformersMoEForCausalLM if experts else transformers.TransformersForCausalLM
     model: nn.Module = backend(vllm_config=vllm_config, prefix=prefix)
@@ -139,7 +159,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
         form, steps = forms[index], schedule.layers[index]
         if len(steps) != len(form.branches):
             raise Unsupported(f"layer {index} has {len(form.branches)} blocks in vLLM and {len(steps)} in config.json")
-        if all(step.sum is Sum.INSIDE and not step.late and step.factor == 1.0 for step in steps):
+        if not any(step.unreduced or step.late or step.factor != 1.0 for step in steps):
             previous = None
             continue
         desynced = any(step.sum in (Sum.DROP, Sum.RESYNC_SUM, Sum.RESYNC_MEAN) for step in steps)

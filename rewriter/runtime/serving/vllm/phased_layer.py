@@ -79,8 +79,10 @@ class PhasedLayer(RewiredLayer):
             state.ready = (*state.ready, last[-1](sums.finish(state.token, state.own)))
             state.token = state.own = None
         match step.sum:
-            case Sum.DRAIN:
+            case Sum.DRAIN if step.wire is None:
                 return engine.engine.all_reduce(output), replace(step, sum=Sum.INSIDE)
+            case Sum.DRAIN:
+                return output, replace(step, sum=Sum.INSIDE)
             case Sum.STEP:
                 return output, replace(step, sum=Sum.BEGIN)
         return output, step
