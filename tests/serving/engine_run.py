@@ -3,7 +3,8 @@
 A case is {"model": DIR, "prompts": [[token, …], …], "tokens": N, "engine": {arguments of LLM}, "adapter": DIR of a LoRA
 or None, "every": steps of the engine between two requests or None, "fault": a fault to put into the plugin or None}.
 Its result is {"tokens": [[…], …], "cached": number of prompt tokens that were in the cache, "batches": number of
-batches by whether their tokens are "exact", "rewired" or "both", of a rank in this process}, or {"error": text}.
+batches by whether their tokens are "exact", "rewired" or "both", and of requests "preempted", in this process}, or
+{"error": text}.
 """
 
 from __future__ import annotations
@@ -38,10 +39,16 @@ def fork_workers() -> None:
 
 
 def with_fault(fault: str | None, batches: Counter[str]) -> None:
-    """Put a fault into what the plugin knows of phases, and count batches by their tokens."""
+    """Put a fault into what the plugin knows of phases, and count batches by their tokens, and preemptions."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     from rewriter.runtime.serving.vllm import phases
 
-    rows_of, exact_from = originals = ORIGINALS or (phases.rows_of, phases.exact_from)
+    rows_of, exact_from, preempt = originals = ORIGINALS or (
+        phases.rows_of,
+        phases.exact_from,
+        Scheduler._preempt_request,
+    )
     ORIGINALS[:] = originals
 
     def counted(phase: Any, prompts: Any, computed: Any, *others: Any) -> Any:
@@ -49,6 +56,11 @@ def with_fault(fault: str | None, batches: Counter[str]) -> None:
         batches["exact" if rows is None else "both" if len(rows.exact) else "rewired"] += 1
         return rows
 
+    def preempted(*given: Any, **named: Any) -> Any:
+        batches["preempted"] += 1
+        return preempt(*given, **named)
+
+    Scheduler._preempt_request = preempted
     phases.rows_of = counted
     phases.exact_from = (lambda phase, prompt: 1 << 30) if fault == "unsalted" else exact_from
 

@@ -22,8 +22,10 @@ def phased(recipe, tp, eager=True, **others):
 
 
 ALONE = phased(LADDER, 1, engine={"max_num_seqs": 1})  # chunks of one prompt, all of whose tokens are rewired
-ONE_RANK = [phased(LADDER, 1), phased(LADDER, 1, every=3), phased(LADDER, 1, eager=False, every=3), ALONE]
+CROWDED = phased(LADDER, 1, engine={"num_gpu_blocks_override": 7})  # a cache that four requests do not fit
+ONE_RANK = [phased(LADDER, 1, every=3), phased(LADDER, 1, eager=False, every=3), ALONE, CROWDED]
 FAULTS = [phased(LADDER, 1, every=3, fault="shifted")]
+TURNS = [phased(LADDER, 1, engine={"max_num_seqs": 1}, fault=fault) for fault in (None, "unsalted")]
 TWO_RANKS = {
     recipe: [phased(recipe, 2, eager, every=3) for eager in (True, False)] for recipe in (LADDER, DESYNC)
 }
@@ -66,6 +68,7 @@ def test_one_rank(case, ran, expected):
     kinds = check(case, [*ONE_RANK, *FAULTS], ran, expected)["batches"]
     assert kinds["exact"] > 0
     assert kinds["rewired" if case is ALONE else "both"] > 0
+    assert (kinds.get("preempted", 0) > 0) == (case is CROWDED)
 
 
 @pytest.mark.parametrize("case", [case for group in TWO_RANKS.values() for case in group], ids=str)
@@ -75,5 +78,17 @@ def test_two_ranks(case, ran, expected):
 
 @pytest.mark.parametrize("case", FAULTS, ids=str)
 def test_a_fault_shows(case, ran, expected):
-    result = ran(tuple([*ONE_RANK, *FAULTS]))[str(case)]
+    result = ran((*ONE_RANK, *FAULTS))[str(case)]
     assert result["tokens"] != expected(case.recipe, case.tp)
+
+
+def test_a_second_turn_computes_the_first_answer_again(root):
+    """The answer was exact when it was generated; in the next prompt it is rewired."""
+    directory, first = rewritten(TURNS[0], root), prompts()[1]
+    asked = [first, first + of_transformers(directory, [first])[0][:56] + [5, 6, 7]]
+    wanted = of_transformers(directory, asked)
+    right, unsalted = of_vllm(TURNS, root, {LADDER: asked})
+    assert right["tokens"] == wanted
+    assert right["cached"] == 32  # what is rewired in both
+    assert unsalted["cached"] > 32
+    assert unsalted["tokens"] != wanted

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_serving_layers import CASES, TOKENS, WIDTH, WIRINGS, EqualRanks, Scaled, reference, stream
+from test_serving_layers import CASES, TOKENS, WIDTH, WIRINGS, EqualRanks, Paired, Scaled, reference, stream
 
 from rewriter.ir.phases import PromptPhase
-from rewriter.output.sum_schedule import Sum, schedule_of
+from rewriter.output.sum_schedule import schedule_of
 from rewriter.runtime.serving.vllm import engine
 from rewriter.runtime.serving.vllm.layer_form import form_of
 from rewriter.runtime.serving.vllm.phased_layer import PhasedLayer
@@ -42,7 +42,7 @@ def phased(layer_class, config):
     schedule = schedule_of(config, (), all(form.mergeable for form in forms))
     made_class, previous = type("Rewired", (PhasedLayer, layer_class), {}), ()
     for layer, form, steps in zip(layers, forms, schedule.layers, strict=True):
-        if all(step.sum is Sum.INSIDE and not step.late and step.factor == 1.0 for step in steps):
+        if not any(step.unreduced or step.late or step.factor != 1.0 for step in steps):
             previous = ()
             continue
         layer.exits = tuple(
@@ -110,3 +110,23 @@ def test_a_checkpoint_says_its_phase():
     said = SimpleNamespace(rewriter_phase={"exact_tail": 3, "exact_head": 2})
     assert phase_of(said) == PromptPhase(3, 2)
     assert phase_of(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize("given", [rows(1, 2), rows(0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("layer_class", [Paired, Scaled])
+@pytest.mark.parametrize("delays", [[[0, 0]] * 3, [[0, 1], [1, 1], [1, 1]]], ids=str)
+def test_sums_of_rewired_tokens_alone_travel_quantized(delays, layer_class, given, ranks):
+    sent = []
+    ranks.quantized_sum_now = lambda x, format: (sent.append((format, len(x))), x.mul_(ranks.count))[1]
+    wires = [{"format": "int8", "min_bytes": 4 * WIDTH * len(given.rewired), "layers": [0, 1]}]
+    config = SimpleNamespace(rewriter_delays=delays)
+    layers = phased(layer_class, SimpleNamespace(**vars(config), rewriter_quantized=wires))
+    x = torch.randn(TOKENS, WIDTH)
+    expected = reference(layers, SimpleNamespace(rewriter_delays=[[0, 0]] * 3), x)
+    expected[given.rewired] = reference(layers, config, x)[given.rewired]
+    ranks.rows = given
+    torch.testing.assert_close(stream(layers, x), expected)
+    assert sent == [("int8", len(given.rewired))] * 4
+    ranks.rows = rows(3)  # a shorter message
+    stream(layers, x)
+    assert len(sent) == 4

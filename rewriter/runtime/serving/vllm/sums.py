@@ -150,10 +150,8 @@ def finish(token: Tensor, like: Tensor) -> Tensor:
 
 def total(new: Tensor, wire: Wire | None) -> Tensor:
     """The sum of `new` [T, D], waited for; the engine's own where there is no `wire`. Nothing may be under way."""
-    if wire is None:
-        summed: Tensor = engine.engine.all_reduce(new)
-        return summed
-    summed = (torch.ops.rewriter_serving.total if is_compiling() else _total)(new, *_said(wire))
+    run = torch.ops.rewriter_serving.total if is_compiling() else _total
+    summed: Tensor = engine.engine.all_reduce(new) if wire is None else run(new, *_said(wire))
     return summed
 
 
