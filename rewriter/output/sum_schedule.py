@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -50,6 +51,10 @@ class SumStep:
     def unreduced(self) -> bool:
         return self.sum is not Sum.INSIDE or self.wire is not None
 
+    @property
+    def summed(self) -> bool:
+        return self.sum not in (Sum.DROP, Sum.HOLD)
+
 
 @dataclass(frozen=True)
 class SumSchedule:
@@ -67,7 +72,12 @@ class SumSchedule:
     @property
     def summed(self) -> int:
         """The number of all-reduces."""
-        return sum(step.sum not in (Sum.DROP, Sum.HOLD) for layer in self.layers for step in layer)
+        return sum(step.summed for layer in self.layers for step in layer)
+
+    @property
+    def quantized(self) -> Counter[Wire]:
+        """The number of all-reduces that travel quantized, by how."""
+        return Counter(step.wire for layer in self.layers for step in layer if step.wire is not None and step.summed)
 
 
 def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> SumSchedule:

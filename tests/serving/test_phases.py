@@ -8,13 +8,15 @@ pytest.importorskip("vllm")
 
 from functools import cache
 
-from cases import Case, of_transformers, of_vllm, prompts, rewritten
+from cases import Case, of_transformers, of_vllm, prompts, rewritten, shortfall
 
-LADDER, DESYNC = "prefill-ladder-upper-half", "prefill-desync-2x-sum"
+LADDER, DESYNC, QUANTIZED = "prefill-ladder-upper-half", "prefill-desync-2x-sum", "prefill-int8"
 ENDS = {
     LADDER: (("ladder.exact_tail", 3), ("ladder.exact_head", 2)),
     DESYNC: (("desync.exact_tail", 3), ("desync.exact_head", 2)),
-}
+    QUANTIZED: (("quantize_collectives.exact_tail", 3), ("quantize_collectives.exact_head", 2),
+                ("quantize_collectives.min_bytes", 0), ("quantize_collectives.format", "int4-hadamard@32")),
+}  # fmt: skip
 
 
 def phased(recipe, tp, eager=True, **others):
@@ -29,6 +31,8 @@ TURNS = [phased(LADDER, 1, engine={"max_num_seqs": 1}, fault=fault) for fault in
 TWO_RANKS = {
     recipe: [phased(recipe, 2, eager, every=3) for eager in (True, False)] for recipe in (LADDER, DESYNC)
 }
+PLUGIN = {"hf_overrides": {"architectures": ["RewriterLlamaForCausalLM"]}}  # as `rewrite serve` passes
+FEW_BITS = [phased(QUANTIZED, 2, eager, engine=engine) for eager, engine in ((True, PLUGIN), (False, PLUGIN), (True, {}))]
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +96,16 @@ def test_a_second_turn_computes_the_first_answer_again(root):
     assert right["cached"] == 32  # what is rewired in both
     assert unsalted["cached"] > 32
     assert unsalted["tokens"] != wanted
+
+
+def test_sums_of_rewired_tokens_travel_quantized(root, ran, expected):
+    """The adapted checkpoint is the original's; what ranks make of it differs by the quantization."""
+    exact = expected(QUANTIZED, 2)
+    *quantized, plain = (ran(tuple(FEW_BITS))[str(case)] for case in FEW_BITS)
+    assert plain["tokens"] == exact
+    for result in quantized:
+        assert "error" not in result, result["log"][-3000:]
+        assert "8 of 8 all-reduces travel as int4-hadamard@32" in result["log"]
+        assert result["tokens"] != exact
+        assert result["tokens"][5] == exact[5]  # the prompt of one token, which is exact
+        assert shortfall(rewritten(FEW_BITS[0], root), prompts(), result["tokens"]) < 1.0

@@ -190,6 +190,11 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
         "rewriter: %d of %d all-reduces of %s overlap with the next block",
         schedule.overlapped, schedule.summed, type(model).__name__,
     )  # fmt: skip
+    for wire, count in schedule.quantized.items():
+        logger.info(
+            "rewriter: %d of %d all-reduces travel as %s where they have %d bytes or more%s",
+            count, schedule.summed, wire.format, wire.min_bytes, ", of rewired tokens" if phased else "",
+        )  # fmt: skip
     return schedule
 
 
