@@ -14,9 +14,13 @@ LADDER, DESYNC, QUANTIZED = "prefill-ladder-upper-half", "prefill-desync-2x-sum"
 ENDS = {
     LADDER: (("ladder.exact_tail", 3), ("ladder.exact_head", 2)),
     DESYNC: (("desync.exact_tail", 3), ("desync.exact_head", 2)),
-    QUANTIZED: (("quantize_collectives.exact_tail", 3), ("quantize_collectives.exact_head", 2),
-                ("quantize_collectives.min_bytes", 0), ("quantize_collectives.format", "int4-hadamard@32")),
-}  # fmt: skip
+    QUANTIZED: (
+        ("quantize_collectives.exact_tail", 3),
+        ("quantize_collectives.exact_head", 2),
+        ("quantize_collectives.min_bytes", 0),
+        ("quantize_collectives.format", "int4-hadamard@32"),
+    ),
+}
 
 
 def phased(recipe, tp, eager=True, **others):
@@ -24,15 +28,15 @@ def phased(recipe, tp, eager=True, **others):
 
 
 ALONE = phased(LADDER, 1, engine={"max_num_seqs": 1})  # chunks of one prompt, all of whose tokens are rewired
-CROWDED = phased(LADDER, 1, engine={"num_gpu_blocks_override": 7})  # a cache that four requests do not fit
+CROWDED = phased(
+    LADDER, 1, engine={"num_gpu_blocks_override": 7, "max_model_len": 160}
+)  # a cache that four requests do not fit
 ONE_RANK = [phased(LADDER, 1, every=3), phased(LADDER, 1, eager=False, every=3), ALONE, CROWDED]
 FAULTS = [phased(LADDER, 1, every=3, fault="shifted")]
 TURNS = [phased(LADDER, 1, engine={"max_num_seqs": 1}, fault=fault) for fault in (None, "unsalted")]
-TWO_RANKS = {
-    recipe: [phased(recipe, 2, eager, every=3) for eager in (True, False)] for recipe in (LADDER, DESYNC)
-}
+TWO_RANKS = {recipe: [phased(recipe, 2, eager, every=3) for eager in (True, False)] for recipe in (LADDER, DESYNC)}
 PLUGIN = {"hf_overrides": {"architectures": ["RewriterLlamaForCausalLM"]}}  # as `rewrite serve` passes
-FEW_BITS = [phased(QUANTIZED, 2, eager, engine=engine) for eager, engine in ((True, PLUGIN), (False, PLUGIN), (True, {}))]
+FEW_BITS = [phased(QUANTIZED, 2, engine=PLUGIN), phased(QUANTIZED, 2, False, engine=PLUGIN), phased(QUANTIZED, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +113,15 @@ def test_sums_of_rewired_tokens_travel_quantized(root, ran, expected):
         assert result["tokens"] != exact
         assert result["tokens"][5] == exact[5]  # the prompt of one token, which is exact
         assert shortfall(rewritten(FEW_BITS[0], root), prompts(), result["tokens"]) < 1.0
+
+
+def test_the_other_model_runner_is_not_taken(root):
+    """vLLM has two; prompts' lengths are read from one of them."""
+    from vllm import EngineArgs
+
+    def config(recipe):
+        directory = rewritten(Case("llama", recipe, settings=ENDS.get(recipe, ())), root)
+        return EngineArgs(str(directory), skip_tokenizer_init=True, trust_remote_code=True).create_engine_config()
+
+    assert any("rewriter" in why for why in config(LADDER)._get_v2_model_runner_unsupported_features())
+    assert not any("rewriter" in why for why in config("ladder")._get_v2_model_runner_unsupported_features())
