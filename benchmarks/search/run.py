@@ -36,7 +36,7 @@ from rewriter.cli.search import parse_share
 from rewriter.common.errors import RewriterError
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.ir import Program
-from rewriter.ir.simulate import load_weights, simulate
+from rewriter.ir.simulate import load_weights
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.search.choices import BY_NAME, FORMATS, Mix, PlacedRewrite, mix_of
 from rewriter.predict.search.computed import SCHEDULES, WindowChange, as_computed
@@ -109,10 +109,7 @@ def _changes(
     rewritten, _ = apply_recipe(program, recipe, measured.computed.ranks, disable)
     whole = as_computed(rewritten)
     own = other_weights(whole, program, weights)
-    return [
-        measured.computed.reference(ids).change(simulate(whole, ids[None], weights=own)[0])
-        for ids in measured.text.calibration
-    ]
+    return [measured.computed.change_of(whole, own, ids) for ids in measured.text.calibration]
 
 
 def drawn(measured: Measurements, gains: Gains, bases: list[str], count: int, slowest: float) -> list[Other]:

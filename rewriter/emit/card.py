@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from rewriter.ir.ops import SequencePlan
+from rewriter.ir.phases import PromptPhase
 from rewriter.output.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, damage, healing
 from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.selection import spans
@@ -42,6 +43,7 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
         recipe.get("summary", "Rewritten by a list of passes.") + paper,
         *_loading(manifest),
         *_serving(manifest),
+        *_prompt(manifest),
         *([] if manifest.per_rank is None else _per_rank(manifest.per_rank)),
         *([] if manifest.quantized is None else _quantized(manifest.quantized)),
         *_passes(manifest),
@@ -142,6 +144,21 @@ def _serving(manifest: Manifest) -> Iterator[str]:
     yield _filled(
         "serves it by vLLM, or in one process by transformers, and says how many all-reduces overlap with computation: "
         + overlap
+    )
+
+
+def _prompt(manifest: Manifest) -> Iterator[str]:
+    """The tokens that are rewired, where they are those of prompts alone."""
+    phased = [p.options for p in manifest.passes if p.options.get("phase") == "prompt"]
+    if not phased:
+        return
+    phase = PromptPhase(phased[0].get("exact_tail", 1), phased[0].get("exact_head", 0))
+    yield "## The prompt alone"
+    yield _filled(
+        f"Tokens of {phase} are rewired. All others, and what is generated, are exact: computed as the base model "
+        "computes them, from the keys and values that rewired tokens left. `model.generate` sees to it. A call of the "
+        "model itself takes a batch of prompts where its cache is empty, and exact tokens behind a cache; "
+        "`rewired` (bool [B, S]) says otherwise."
     )
 
 

@@ -19,15 +19,15 @@ from rewriter.ir.op_semantics import starts_sum
 def earlier_readers(graph: fx.Graph, copies: bool = False) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """Per reduction that overwrites a value which others read too: those readers.
 
-    Where a reader needs the sum as well no order is right: raises RewriterError, or leaves the reduction out where it
-    is known to work on a copy (`copies`).
+    Where a reader needs the sum as well no order is right: raises RewriterError. With `copies` a reduction works on a
+    copy where a reader comes after it: such readers, and other reductions of the same value, are left out.
     """
     by_reduction: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in graph.nodes:
         if not starts_sum(node):
             continue
         partial = node.all_input_nodes[0]
-        readers = tuple(user for user in partial.users if user is not node)
+        readers = tuple(user for user in partial.users if user is not node and not (copies and starts_sum(user)))
         if not readers:
             continue
         later = reachable(node.users, lambda n: n.users)
@@ -85,7 +85,7 @@ def rescheduled(
 def with_readers_first(graph: fx.Graph, copies: bool = False) -> fx.Graph:
     """`graph` itself where its order is right, else the same one with such readers moved before the reductions.
 
-    `copies`: reductions work on a copy where a reader comes after them, which is so where it needs the sum.
+    `copies`: reductions work on a copy where a reader comes after them (see `earlier_readers`).
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     readers = earlier_readers(graph, copies)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from rewriter.common.errors import RewriterError
 from rewriter.ir import PassRecord, Program
 from rewriter.ir.ops import SequencePlan
+from rewriter.ir.phases import PromptPhase, is_phased
 from rewriter.passes.selection import resolve
 
 Effect = Literal["exact", "approximating", "timing only"]
@@ -131,6 +132,8 @@ def record(
     `rewrite` is the pass with the options that it was given, which verification compares with the recipe. What the
     recipe leaves open (None, "auto") may be filled in.
     """
+    if is_phased(rewrite):
+        summary += f", at tokens of {PromptPhase(rewrite.exact_tail, rewrite.exact_head)}"
     entry = PassRecord(rewrite, summary, notes, fired)
     return program.with_(history=(*program.history, entry), origin=program.origin or program, **changes)
 

@@ -13,7 +13,7 @@ from rewriter.ir.communication import model_dtype, model_dtype_bytes
 from rewriter.ir.marks import marks
 from rewriter.ir.phases import PromptPhase, is_phased, prompt_phase
 from rewriter.passes.base import Effect
-from rewriter.passes.phases import exact_wiring, without_prompt_passes
+from rewriter.passes.phases import without_prompt_passes
 from rewriter.passes.placement.rank_memory import cache_elements, memory
 from rewriter.passes.sequence.sequence_plans import attentions
 from rewriter.predict import uncertainty
@@ -106,8 +106,6 @@ class Predictor:
         first: tuple[_Simulated, list[BreakEven]] | None = None
         for candidate in candidates:
             try:
-                if prompt_phase(candidate.program) is not None:
-                    exact_wiring(candidate.program)  # raises where one set of weights cannot serve both
                 done = self._with_changes(candidate.program, self.simulate(candidate.program))
             except RewriterError as error:  # the fabric has no answer for what it communicates
                 if first is None:
@@ -143,10 +141,10 @@ class Predictor:
         first, later = (self._phase(program, calls, record) for calls in (prefill, decode))
         return _Simulated(first, later, (prefill, decode), tuple(dict.fromkeys(said + more)))
 
-    def first_token(self, program: Program, prompt: int) -> FirstToken:
-        """The prefill of another prompt, everything else being the workload's."""
-        load = self.workload
-        calls, _ = self._calls(program, self._prefill(program, load.batch, prompt, prompt_phase(program)))
+    def first_token(self, program: Program, prompt: int, cut: PromptPhase | None = None) -> FirstToken:
+        """The prefill of another prompt, everything else being the workload's. `cut`: as in `simulate`."""
+        load, cut = self.workload, cut or prompt_phase(program)
+        calls, _ = self._calls(program, self._prefill(program, load.batch, prompt, cut))
         fits = self._held(program, load.batch, prompt) <= self.fabric.device.memory
         return FirstToken(prompt, self._phase(program, calls, record=False).seconds, fits)
 
@@ -185,9 +183,7 @@ class Predictor:
             self.wirings[key] = without_prompt_passes(program)
         return self.wirings[key]
 
-    def _calls(
-        self, program: Program, given: Sequence[tuple[Program, ForwardPass]]
-    ) -> tuple[Calls, tuple[str, ...]]:
+    def _calls(self, program: Program, given: Sequence[tuple[Program, ForwardPass]]) -> tuple[Calls, tuple[str, ...]]:
         """The steps of these calls of wirings of `program`, and notes on them."""
         place, fuse = self._place(program), self.workload.fused
         forwards = [self.runner.run(wiring, one) for wiring, one in given]
@@ -299,7 +295,12 @@ class Predictor:
     def _held(self, program: Program, batch: int, prompt: int | None = None) -> int:
         load = self.workload
         return bytes_per_rank(
-            program, batch, prompt or load.prompt, load.generate, plain=load.attention == "plain", all_logits=load.all_logits
+            program,
+            batch,
+            prompt or load.prompt,
+            load.generate,
+            plain=load.attention == "plain",
+            all_logits=load.all_logits,
         )
 
     # --- the fabric ---

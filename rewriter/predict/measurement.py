@@ -197,7 +197,8 @@ def with_measured(
                 speedup=tokens / predictions[0].tokens_per_second if predictions else 1.0, break_even_seconds=None,
                 break_even_note="not measured", break_even_prefill_seconds=None,
                 seconds_per_token_interval=None, prefill_interval=None, speedup_interval=None,
-                break_even_prefill_note="not measured", time_to_first_token=(), notes=(*p.notes, note), graphed=p.graphed and where == "cuda",
+                break_even_prefill_note="not measured", time_to_first_token=(),
+                notes=(*p.notes, note), graphed=p.graphed and where == "cuda",
             )
         )  # fmt: skip
     return replace(predicted, predictions=tuple(predictions), pareto={})

@@ -89,7 +89,8 @@ class ModuleRun:
             inner = body.modules[str(node.target)]
             return self.module(inner, str(node.target), [env[a] for a in node.all_input_nodes])
         if node.target is ops.all_gather:
-            return self._gathered(*fx.map_arg(node.args, env.__getitem__))
+            given: Any = fx.map_arg(node.args, env.__getitem__)
+            return self._gathered(*given)
         return self.operation(node, env)
 
     def _attribute(self, body: Body, name: str) -> torch.Tensor:

@@ -106,8 +106,9 @@ class Prediction:
 
     `prefill`: the pass over the prompt, which gives the first token; where the recipe rewires the prompt alone, the
     calls for the tokens that it leaves exact and for those that it rewires, added up. `time_to_first_token`: of other
-    prompts, predicted for each of `workload.FIRST_TOKEN_PROMPTS`; none of what was measured. `decode`: one step, which takes as long at any
-    place: the runtime's cache is allocated, and read, for prompt + generate tokens (less for windows).
+    prompts, predicted for each of `workload.FIRST_TOKEN_PROMPTS`; none of what was measured. `decode`: one step, which
+    takes as long at any place: the runtime's cache is allocated, and read, for prompt + generate tokens (less for
+    windows).
     `tokens_per_second`: batch · generate / `generation_seconds`, prefill included: all sequences of one replica.
     `speedup`: `tokens_per_second` / that of the first recipe named; 1.0 for itself.
 

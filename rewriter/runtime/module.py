@@ -26,6 +26,8 @@ from rewriter.runtime.context import (
 )
 from rewriter.runtime.replicas import IGNORED, Replicas, global_loss, next_tokens, sum_gradients
 
+ENTRIES = ("rewired", "exact", "keys")  # names of layers' methods that run them, besides `forward`, begin so
+
 
 class LocalLogits(NamedTuple):
     """Logits [B, n, V] of the n tokens that a rank holds, padding left out, and their places in the row, int64 [n]."""
@@ -52,8 +54,9 @@ class RuntimeModel(nn.Module):
     values of all of them are computed anew. The mesh may have a dimension "dp" of replicas that see different rows.
     `in_fp32` are the parameters that transformers keeps in fp32 in a model of a dtype, by its name, with * for the
     number of a layer. `phase` says which tokens of a prompt are rewired, where not all tokens are computed alike: the
-    model then has `compute_exact`, `compute_mixed` and `compute_keys` as well. `vocabulary` is the number of tokens, `positions` that of the table of positions; None where it
-    is not known, or where there is no table.
+    model then has `compute_rewired`, `compute_exact`, `compute_mixed` and `compute_keys` in place of `compute`.
+    `vocabulary` is the number of tokens, `positions` that of the table of positions; None where it is not known, or
+    where there is no table.
     """
 
     slots: Sequence[SlotSpec] = ()
@@ -95,7 +98,8 @@ class RuntimeModel(nn.Module):
 
         Raises RewriterError for tokens beyond the vocabulary (on a CPU, and where they do not follow others), for
         tokens after a cache without their positions, for labels, padding, segments or `ctx.rewired` of another shape
-        than the tokens, for `ctx.rewired` where all tokens are computed alike, for arguments that exclude each other, and where ranks that share sequences are given different ones.
+        than the tokens, for `ctx.rewired` where all tokens are computed alike, for arguments that exclude each other,
+        and where ranks that share sequences are given different ones.
         """
         ctx = self._context(input_ids_BS, ctx or Context())
         rewired = self._rewired(input_ids_BS, ctx)
@@ -137,8 +141,10 @@ class RuntimeModel(nn.Module):
         options = (1 if logits_to_keep is None else logits_to_keep, whole and logits_to_keep == 0)
         if isinstance(rewired, Tensor):
             logits = self.compute_mixed(*inputs, rewired, ctx, *options)
+        elif rewired is None:
+            logits = self.compute(*inputs, ctx, *options)
         else:
-            logits = (self.compute if rewired in (None, True) else self.compute_exact)(*inputs, ctx, *options)
+            logits = (self.compute_rewired if rewired else self.compute_exact)(*inputs, ctx, *options)
         if logits_to_keep is None:
             return None
         if whole:
@@ -155,10 +161,16 @@ class RuntimeModel(nn.Module):
         """Generated code: logits of all tokens, or without `gather` of those that this rank holds, with padding."""
         raise NotImplementedError(f"{type(self).__name__} has no compute")
 
+    def compute_rewired(
+        self, input_ids: Tensor, position_ids: Tensor, ctx: Context, logits_to_keep: int = 0, gather: bool = True
+    ) -> Tensor:
+        """Generated code, where there is a `phase`: `compute` for rewired tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has no compute_rewired")
+
     def compute_exact(
         self, input_ids: Tensor, position_ids: Tensor, ctx: Context, logits_to_keep: int = 0, gather: bool = True
     ) -> Tensor:
-        """Generated code, where there is a `phase`: the same for exact tokens; `compute` is for rewired ones."""
+        """Generated code, where there is a `phase`: `compute` for exact tokens."""
         raise NotImplementedError(f"{type(self).__name__} has no compute_exact")
 
     def compute_mixed(
@@ -170,7 +182,7 @@ class RuntimeModel(nn.Module):
         logits_to_keep: int = 0,
         gather: bool = True,
     ) -> Tensor:
-        """Generated code, where there is a `phase`: the same for tokens of which `rewired` (bool [B, S]) are rewired."""
+        """Generated code, where there is a `phase`: `compute` for tokens of which `rewired` [B, S] are rewired."""
         raise NotImplementedError(f"{type(self).__name__} has no compute_mixed")
 
     def compute_keys(self, input_ids: Tensor, position_ids: Tensor, ctx: Context) -> None:

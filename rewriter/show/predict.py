@@ -29,7 +29,8 @@ COLUMNS = (
     "prefill", *FIRST_TOKENS.values(), "per token", "80 %", "tokens/s", "exposed", "share", "speedup", "break-even",
     "memory",
 )  # fmt: skip
-DROPPED = ("80 %", "memory", "prefill", "exposed", "tokens/s", "share", "break-even", *FIRST_TOKENS.values())  # first where the terminal is too narrow; the page and JSON have all
+DROPPED = ("80 %", "memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
+DROPPED_FOR_FIRST_TOKENS = ("tokens/s", "share", "break-even")  # then, where there are times to first token
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
@@ -60,7 +61,8 @@ class ComparisonReport:
         columns = columns_of(every)
         rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in c.predictions]
         rows += [(_name(p) + " [dim](baseline)[/]", cells(p), "" if p.fits else "dim") for p in c.baselines]
-        table = _fitting(None, columns, DROPPED, rows, console, options)
+        dropped = (*DROPPED, *(DROPPED_FOR_FIRST_TOKENS if set(FIRST_TOKENS.values()) & set(columns) else ()))
+        table = _fitting(None, columns, dropped, rows, console, options)
         if table is not None:
             yield table
             yield Text(legend(every), style="dim")
@@ -255,7 +257,8 @@ def predict_page(
         comparison=comparison,
         setting=setting(comparison), modelled=(mark, why), headline=headline(predictions),
         columns=columns, legend=legend(predictions),
-        speeds=[(p.recipe, [cells(p)[column] for column in columns]) for p in predictions], passes=passes if predictions else (),
+        speeds=[(p.recipe, [cells(p)[column] for column in columns]) for p in predictions],
+        passes=passes if predictions else (),
         points=points, pareto=pareto(comparison.pareto), validation=validation, validated=VALIDATED,
         notes=notes(comparison), command=command, figures=[(what, cells) for what, *cells in figures],
     )  # fmt: skip

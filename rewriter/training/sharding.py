@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.module import RuntimeModel
+from rewriter.runtime.module import ENTRIES, RuntimeModel
 from rewriter.runtime.replicas import leave_gradients
 from rewriter.training.zero.master_weights import Parameters
 from rewriter.training.zero.stages import ZeroOptimizer, zero_optimizer
@@ -48,6 +48,8 @@ def shard_parameters(
         # A sum, divided afterwards: gloo has no other, and NCCL's division before the sum would need another.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(float(model.replicas.data_parallel))
+        for name in (name for name in dir(type(module)) if name.startswith(ENTRIES)):
+            register_fsdp_forward_method(module, name)
     return model
 
 

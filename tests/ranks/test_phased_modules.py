@@ -1,7 +1,8 @@
-"""Runtime modules of programs that rewire tokens of the prompt alone, on real ranks: each of a module's entries computes
-what the simulated ranks compute, token by token, whatever the chunks, the padding and the rows of a batch are.
+"""Runtime modules of programs that rewire tokens of the prompt alone, on real ranks: each of a module's entries
+computes what the simulated ranks compute, token by token, whatever the chunks, the padding and the rows of a batch are.
 
-Computed in fp64, where only norms and rotary tables round.
+Computed in fp64, where only norms and rotary tables round. What travels quantized is fp32, and there two right sums now
+and then differ by a step of the format: errors are compared with what quantization itself changes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 import zoo
 from emitted_ranks import compare_gradients
 from oracles import relative_error
-from programs import MERGE, OVERLAP, PASSES, Step, runtime_case, tensor_parallel, traced, weights
+from programs import MERGE, OVERLAP, Step, applied, runtime_case, tensor_parallel, traced, weights
 from ranks import run_ranks
 
-from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program
+from rewriter.ir.ops import SequencePlan
 from rewriter.ir.phases import PromptPhase, prompt_phase
 from rewriter.ir.simulate import simulate
-from rewriter.passes.phases import both_wirings, exact_wiring
+from rewriter.passes.phases import both_wirings
 
 SAME, NEW_TOKENS, LENGTH = 1e-5, 6, 21
 PHASES = [(1, 0), (3, 2), (5, 0), (2, 7)]  # exact_tail, exact_head
@@ -46,7 +47,7 @@ def steps(kind: str, tail: int, head: int) -> list[Step]:
 KINDS = ("ladder", "own_partial", "desync", "drop_sync", "parallel_block", "int8")
 FAST = [("llama", kind) for kind in (*KINDS, "upper", "branches")]
 FAST += [("gpt2", "desync"), ("gemma3_text", "own_partial"), ("qwen3_moe", "ladder")]
-SLOW = [(family, kind) for family in zoo.FAMILIES for kind in KINDS if (family, kind) not in FAST]
+ALL = [*FAST, *((family, kind) for family in zoo.FAMILIES for kind in KINDS if (family, kind) not in FAST)]
 
 
 @functools.cache
@@ -107,11 +108,15 @@ def check(family: str, kind: str, ranks: int, tail: int, head: int) -> None:
         full = {name: tensor.clone().requires_grad_() for name, tensor in double(family).items()}
         simulate(both, ids, weights=full, rewired=mask).square().mean().backward()
     tokens = greedy(both, family, prompts, phase) if exact_sums else []
-    cases = [runtime_case(sharded, double(family))]
+    cases = [runtime_case(sharded, double(family) if exact_sums else weights(family))]
     by_rank = on_ranks(phased_ranks.everything, ranks, cases, ids, mask, prompts, NEW_TOKENS if exact_sums else 0)
     for (result,) in by_rank:
         for name, logits in result["whole"].items():
-            assert relative_error(logits, expected[name]) <= SAME, name
+            if exact_sums or name == "exact":
+                assert relative_error(logits, expected[name]) <= SAME, name
+            else:
+                error, effect = ((x - expected[name]).norm() for x in (logits, expected["exact"]))
+                assert error <= effect / 4, name
         (filled, all_sums), (keys, sums) = result["stored"]
         assert all(map(torch.equal, filled, keys))
         assert ranks == 1 or sums < all_sums
@@ -119,7 +124,8 @@ def check(family: str, kind: str, ranks: int, tail: int, head: int) -> None:
             assert all(relative_error(logits, expected["mixed"]) <= SAME for logits in result["chunks"])
             assert relative_error(result["padded"], alone) <= SAME
             assert result["tokens"] == [tokens] * 4
-    compare_gradients(sharded, [result["gradients"] for (result,) in by_rank], _Gradients(full))
+    if exact_sums:
+        compare_gradients(sharded, [result["gradients"] for (result,) in by_rank], _Gradients(full))
 
 
 class _Gradients:
@@ -129,10 +135,11 @@ class _Gradients:
         self.get_parameter = full.__getitem__
 
 
-@pytest.mark.parametrize(("family", "kind"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
-def test_every_entry_computes_what_simulated_ranks_compute(family: str, kind: str) -> None:
-    tail, head = PHASES[(zoo.FAMILIES.index(family) + len(kind)) % len(PHASES)]
-    check(family, kind, 2, tail, head)
+@pytest.mark.parametrize(("source", "kind"), ALL)
+@pytest.mark.fast(*(f"{family}-{kind}" for family, kind in FAST))
+def test_every_entry_computes_what_simulated_ranks_compute(source: str, kind: str) -> None:
+    tail, head = PHASES[(zoo.FAMILIES.index(source) + len(kind)) % len(PHASES)]
+    check(source, kind, 2, tail, head)
 
 
 @pytest.mark.slow
@@ -141,6 +148,7 @@ def test_every_entry_on_four_ranks(kind: str) -> None:
     check("llama", kind, 4, 3, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tail", "head"), PHASES)
 def test_any_ends_of_the_prompt_stay_exact(tail: int, head: int) -> None:
     check("llama", "desync", 2, tail, head)
@@ -150,15 +158,71 @@ def test_a_ladder_on_one_rank() -> None:
     check("llama", "ladder", 1, 2, 3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_exact_entry_is_the_standard_module_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
+def test_the_exact_entry_is_the_standard_module_bit_for_bit(dtype: torch.dtype) -> None:
     """Logits, events of collectives, and a decode step."""
-    sharded = program("llama", kind, 2, 2, 1)
-    standard = tensor_parallel(traced("llama"), 2, *[s for s in steps(kind, 2, 1) if "phase" not in s[1]])
     full = {name: tensor.to(dtype) for name, tensor in weights("llama").items()}
-    arguments = (runtime_case(sharded, full), runtime_case(standard, full), batch("llama"))
-    assert run_ranks(phased_ranks.same_bits, 2, *arguments) == [(True, True, True)] * 2
+    pairs = []
+    for kind in (*KINDS, "branches"):
+        sharded = program("llama", kind, 2, 2, 1)
+        standard = tensor_parallel(traced("llama"), 2, *[s for s in steps(kind, 2, 1) if "phase" not in s[1]])
+        pairs.append((runtime_case(sharded, full), runtime_case(standard, full)))
+    assert run_ranks(phased_ranks.same_bits, 2, pairs, batch("llama")) == [[(True, True, True)] * len(pairs)] * 2
+
+
+def test_an_exact_sum_that_is_left_out_is_seen() -> None:
+    """Of one layer's attention, in the exact entry alone."""
+    sharded = program("llama", "desync", 2, 2, 1)
+    source, tensors, ties = runtime_case(sharded, double("llama"))
+    before, after = source.split("    def exact(", 1)
+    reduction = 'self_attn = all_reduce(self_attn, self.tp, name="self_attn")'
+    broken = f"{before}    def exact({after.replace(reduction, 'pass', 1)}"
+    assert broken.count(reduction) == source.count(reduction) - 1
+    found = run_ranks(phased_ranks.same_bits, 2, [((broken, tensors, ties), _standard("desync"))], batch("llama"))
+    assert found == [[(False, False, False)]] * 2
+
+
+def _standard(kind: str) -> tuple[Any, ...]:
+    steps_of_all = [s for s in steps(kind, 2, 1) if "phase" not in s[1]]
+    return runtime_case(tensor_parallel(traced("llama"), 2, *steps_of_all), double("llama"))
+
+
+SEQUENCES: dict[str, tuple[SequencePlan, str, int, int, bool]] = {  # plan, kind, tp, dp, FSDP2
+    "ring": (SequencePlan("ring", (1, 2, 1)), "desync", 2, 1, False),
+    "ulysses": (SequencePlan("ulysses", (2, 1, 1)), "ladder", 1, 2, True),
+    "attention2d": (SequencePlan("attention2d", (1, 1, 2)), "own_partial", 2, 1, False),
+}
+
+
+@pytest.mark.parametrize(("tail", "head"), [(2, 3), pytest.param(1, 0, marks=pytest.mark.slow)])
+def test_sharded_sequences_have_both_phases(tail: int, head: int) -> None:
+    """Every entry, the gradients of the loss, and generation: a prompt's exact end follows its sharded tokens."""
+    ids, mask, phase, cases, programs = batch("llama"), random_mask(), PromptPhase(tail, head), [], []
+    prompts = [prompt[: 5 + 4 * i] for i, prompt in enumerate(zoo.prompts(3, 256))][::-1]
+    for plan, kind, tp, dp, fsdp in SEQUENCES.values():
+        first = ("sequence_parallel", {"kind": plan.kind, "grid": plan.grid})
+        sharded = applied(
+            traced("llama").with_(mesh={"tp": tp, "sp": plan.ranks}),
+            ("tensor_parallel", {}), first, *steps(kind, tail, head),
+        )  # fmt: skip
+        programs.append(sharded)
+        cases.append((*runtime_case(sharded, double("llama")), plan.grid, tp, dp, fsdp))
+    by_rank = run_ranks(phased_ranks.over_sequences, 4, cases, ids, mask, prompts, NEW_TOKENS)
+    every = torch.ones_like(mask)
+    wanted = {"rewired": every, "exact": ~every, "mixed": mask, "default": phase.rewired(LENGTH).expand(2, -1)}
+    for index, (sharded, (_, kind, tp, _, _)) in enumerate(zip(programs, SEQUENCES.values(), strict=True)):
+        both = both_wirings(program("llama", kind, tp, tail, head))
+        full = {name: tensor.clone().requires_grad_() for name, tensor in double("llama").items()}
+        logits = simulate(both, ids, weights=full, rewired=mask)
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        with torch.no_grad():
+            tokens = greedy(both, "llama", prompts, phase)
+            for rank in by_rank:
+                for name, found in rank[index][0].items():
+                    assert relative_error(found, simulated(both, "llama", ids, wanted[name])) <= SAME, (kind, name)
+                assert rank[index][2] == [tokens, tokens[:1]], kind
+        by_tp = [rank[index][1] for rank in by_rank[:tp]]
+        compare_gradients(sharded, by_tp, _Gradients(full))
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import torch
-from emitted_ranks import PAD, build
+from emitted_ranks import PAD, build, import_source, load
 
 WHOLE = ("rewired", "exact", "mixed", "default")
 
@@ -28,7 +29,7 @@ def in_chunks(model, ids, mask, seed):
     cache = StaticCache(model.slots, ids.shape[0], length, next(model.parameters()).dtype)
     cuts = [0, *sorted(draw.sample(range(1, length), draw.randint(1, 6))), length]
     found = []
-    for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, end in itertools.pairwise(cuts):
         part = mask[:, start:end]
         if draw.random() < 0.7 and bool(part.all() or not part.any()):
             part = bool(part.all())
@@ -52,6 +53,7 @@ def stored(model, ids, logits_to_keep):
     return [*cache.keys, *cache.values], len(events)
 
 
+@torch.enable_grad()
 def gradients(model, ids, mask):
     from rewriter.runtime import Context
 
@@ -108,20 +110,44 @@ def compiled(group, cases, prompts, new_tokens):
 
 
 @torch.no_grad()
-def same_bits(group, phased, standard, ids):
-    """True where the exact entry of a module has the logits, the events and the decode step of the standard one."""
+def same_bits(group, pairs, ids):
+    """Of pairs of cases, a program of both phases and the standard one: whether the exact entry's logits of a prompt
+    and of a decode step are the same bits, and the events of collectives the same."""
     from rewriter.runtime import Context, StaticCache, record_events
 
-    rank = 0 if group is None else group.rank()
+    rank, answers = 0 if group is None else group.rank(), []
+    for pair in pairs:
+        found = []
+        for (source, tensors, ties), exact in zip(pair, ({"rewired": False}, {}), strict=True):
+            model = build(source, tensors[rank], ties, group)
+            cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, next(model.parameters()).dtype)
+            with record_events() as events:
+                prompt = model(ids, ctx=Context(cache, **exact))
+                place = torch.tensor(ids.shape[1])
+                step = model(ids[:, :1], place.expand(ids.shape[0], 1), Context(cache, place))
+            found.append((prompt, step, [(e.kind, e.name, e.bytes) for e in events]))
+        (prompt, step, events), (wanted_prompt, wanted_step, wanted) = found
+        answers.append((torch.equal(prompt, wanted_prompt), torch.equal(step, wanted_step), events == wanted))
+    return answers
+
+
+def over_sequences(group, cases, ids, mask, prompts, new_tokens):
+    """Of modules whose tokens are sharded, per case: logits by entry, gradients with a mask, greedy tokens."""
+    from torch.distributed.tensor import DTensor
+
+    from rewriter.runtime import Context, generate, sequence_mesh
+    from rewriter.training import shard_parameters
+
     found = []
-    for index, (source, tensors, ties) in enumerate((phased, standard)):
-        model = build(source, tensors[rank], ties, group)
-        exact = {} if index else {"rewired": False}
-        cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, next(model.parameters()).dtype)
-        with record_events() as events:
-            prompt = model(ids, ctx=Context(cache, **exact))
-            place = torch.tensor(ids.shape[1])
-            step = model(ids[:, :1], place.expand(ids.shape[0], 1), Context(cache, place))
-        found.append((prompt, step, [(e.kind, e.name, e.bytes) for e in events]))
-    (prompt, step, events), (wanted_prompt, wanted_step, wanted) = found
-    return torch.equal(prompt, wanted_prompt), torch.equal(step, wanted_step), events == wanted
+    for source, tensors, ties, grid, tp, dp, fsdp in cases:
+        mesh = sequence_mesh("cpu", grid, data_parallel=dp, tensor_parallel=tp)
+        model = load(import_source(source).Model(mesh), tensors[mesh.get_local_rank("tp")], ties)
+        if fsdp:
+            shard_parameters(model)
+        logits = whole_calls(model, ids, mask)
+        model(ids, labels=ids, ctx=Context(rewired=mask)).loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+        tokens = [generate(model, some, new_tokens, pad_token_id=PAD) for some in (prompts, prompts[:1])]
+        found.append((logits, gradients, tokens))
+    return found

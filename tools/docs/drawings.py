@@ -38,7 +38,7 @@ _STYLE = (
 def drawings() -> dict[str, str]:
     """All drawings by file name."""
     found = {f"{name}.svg": stream(recipe) for name, recipe in STREAMS.items()}
-    return found | {"attention-grid.svg": attention_grid(), "two-hop.svg": two_hop()}
+    return found | {"attention-grid.svg": attention_grid(), "two-hop.svg": two_hop(), "phases.svg": phases()}
 
 
 def stream(recipe: str) -> str:
@@ -66,6 +66,21 @@ def _file(width: float, height: float, title: str, inner: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {number(width)} {number(height)}" '
         f'width="{number(width)}" role="img"><title>{title}</title><style>{_GROUND}</style>{ground}\n{inner}\n</svg>\n'
     )
+
+
+def phases() -> str:
+    """The tokens of a request, rewired and exact ones."""
+    parts = [text(24, 30, "One request", "t")]
+    spans = [("exact_head", 70, "b"), ("rewired", 270, "a"), ("exact_tail", 110, "b"), ("generated", 170, "b")]
+    x = 24.0
+    for name, width, kind in spans:
+        parts.append(rectangle(x, 46, width - 4, 34, kind, round=4))
+        parts.append(text(x + width / 2 - 2, 67, name, "w"))
+        x += width
+    parts += [path("M24 92v8h446v-8", "l"), text(247, 118, "prompt, n tokens", "m c")]
+    parts.append(text(24, 148, "Rewired tokens: what the pass makes of the model.", "m"))
+    parts.append(text(24, 168, "Exact tokens: the model without the pass. All read one cache.", "m"))
+    return _file(x + 20, 188, "The phases of a request's tokens", "".join(parts))
 
 
 def attention_grid() -> str:

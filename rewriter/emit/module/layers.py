@@ -63,7 +63,7 @@ class RuntimeLayerPrinter:
         self, wirings: Mapping[str, Wiring], partial: Mapping[str, Wiring], table: ClassTable, names: UniqueNames
     ) -> None:
         self.wirings, self.partial, self.table, self.names = wirings, partial, table, names
-        self.main = wirings[""]
+        self.main = wirings.get("rewired", wirings[""])  # whose layers give classes their names
         self.program = self.main.program
         self.slot_specs: list[str] = []
 
@@ -165,8 +165,9 @@ class RuntimeLayerPrinter:
 
     def _partial(self, layer: RuntimeLayer, method: str, entry: Entry) -> LayerCall:
         """The call of a layer by an entry that its class has already, or is given."""
-        if entry.method("") == layer.calls[""].entry.method(""):
-            return LayerCall("", entry)
+        for call in layer.calls.values():
+            if entry.method("") == call.entry.method(""):
+                return LayerCall(call.method, entry)
         added = layer.cls.added
         known = next((name for text, name in added.items() if text == entry.method(name)), None)
         name = known or (f"{method}_{len(added) + 1}" if added else method)

@@ -139,8 +139,7 @@ class Wiring:
         """Lines of an entry: segments and collectives. Names results in `names`."""
         outputs = self.names_of(layer.outputs)
         pieces = segments(layer, self.order)
-        bound = [n for p in pieces for n in ([p] if isinstance(p, fx.Node) else p.outputs)]
-        last_use = {n: max((self.order[u] for u in n.users), default=-1) for n in (*layer.inputs, *bound)}
+        last_use = {n: max((self.order[u] for u in n.users), default=-1) for n in (*layer.inputs, *layer.nodes)}
         owner = {name: node for node, name in names.items()}
         lines: list[str] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rewriter.passes import available
@@ -16,7 +16,8 @@ from rewriter.recipes import Recipe
 class Rewrite:
     """One rewrite of `layers` neighbouring layers. `name`: as reports call it; `does`: what a layer becomes; `passed`:
     its pass with its options, to which the layers are added. `bound`: ranks keep residuals of their own, so there have
-    to be several ranks. `early`: its pass merges reductions, so that it comes before others."""
+    to be several ranks. `early`: its pass merges reductions, so that it comes before others. `prompt`: it rewires
+    tokens of the prompt alone."""
 
     name: str
     layers: int
@@ -24,6 +25,16 @@ class Rewrite:
     passed: Mapping[str, Any]
     bound: bool = False
     early: bool = False
+    prompt: bool = False
+
+    @property
+    def of_prompt(self) -> Rewrite:
+        """The same rewrite for tokens of the prompt alone."""
+        passed, does = {**self.passed, "phase": "prompt"}, f"for the prompt alone: {self.does}"
+        return replace(self, name=PROMPT + self.name, does=does, passed=passed, prompt=True)
+
+
+PROMPT = "prompt-"  # begins names of rewrites and formats for tokens of the prompt alone
 
 
 def _desync(**options: Any) -> dict[str, Any]:
@@ -32,7 +43,7 @@ def _desync(**options: Any) -> dict[str, Any]:
 
 _DROP, _KEEP = ["keep", "drop"], ["keep", "keep"]
 _OWN = {"pass": "ladder", "variant": "own_partial"}
-REWRITES = (
+_EVERY_TOKEN = (
     Rewrite("ladder", 1, "reads the stream one block late", {"pass": "ladder"}),
     Rewrite("own-partial", 1, "ladder, with the rank's own part of the late sum", _OWN, True),
     Rewrite("drop", 1, "attention's reduction waits for the MLP's", {"pass": "drop_sync"}, True),
@@ -51,11 +62,18 @@ REWRITES = (
         {"pass": "parallel_block", "norm": "own"}, early=True,
     ),
 )  # fmt: skip
-FORMATS = {"int8": "messages in 8 bits", "int4-hadamard": "messages in 4 bits, rotated"}
+REWRITES = (*_EVERY_TOKEN, *(one.of_prompt for one in _EVERY_TOKEN))
+_FORMATS = {"int8": "messages in 8 bits", "int4-hadamard": "messages in 4 bits, rotated"}
+FORMATS = {**_FORMATS, **{PROMPT + name: f"for the prompt alone: {does}" for name, does in _FORMATS.items()}}
 DOES = {**{rewrite.name: rewrite.does for rewrite in REWRITES}, **FORMATS}
 """Description of a layer, by name of a rewrite or of a format of its messages."""
 
 BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
+
+
+def of_prompt(name: str) -> bool:
+    """True for the name of a rewrite or format for tokens of the prompt alone."""
+    return name.startswith(PROMPT)
 
 
 @dataclass(frozen=True, order=True)
@@ -92,6 +110,11 @@ class Mix:
     @property
     def bound(self) -> bool:
         return any(BY_NAME[p.rewrite].bound for p in self.placements)
+
+    @property
+    def phased(self) -> bool:
+        """True if a part of it rewires tokens of the prompt alone."""
+        return any(of_prompt(p.rewrite) for p in self.placements) or any(of_prompt(name) for _, name in self.formats)
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -133,7 +156,11 @@ def recipe_of(mix: Mix, name: str = "searched", summary: str = "A mix that was f
         passes += [p.to_dict() for p in Recipe.load(mix.base).passes if known[p.pass_name].shards_tokens]
     for format in FORMATS:
         if chosen := [layer for layer, known in mix.formats if known == format]:
-            passes.append({"pass": "quantize_collectives", "format": format, "layers": _selection(chosen)})
+            phase = {"phase": "prompt"} if of_prompt(format) else {}
+            passes.append(
+                {"pass": "quantize_collectives", "format": format.removeprefix(PROMPT), "layers": _selection(chosen)}
+                | phase
+            )
     passes.append({"pass": "fuse_projections", "optional": True})
     passes.append({"pass": "overlap", "optional": True})
     return Recipe.model_validate({"name": name, "summary": summary, "paper": PAPER, "passes": passes})

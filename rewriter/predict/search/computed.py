@@ -15,9 +15,11 @@ from rewriter.check.sensitivity import between, given_names, with_stream
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.live_model import opaque_modules
-from rewriter.ir.residual import by_layer, residual_blocks
-from rewriter.ir.simulate import RankValues, Simulator
-from rewriter.passes.phases import single_device
+from rewriter.ir.marks import marks
+from rewriter.ir.phases import REWIRED, PromptPhase, prompt_phase
+from rewriter.ir.residual import by_layer, residual_blocks, stream_values
+from rewriter.ir.simulate import RankValues, Simulator, simulate
+from rewriter.passes.phases import both_wirings, single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.predict.search.choices import Mix, recipe_of
@@ -54,17 +56,38 @@ class WindowReference:
     def __init__(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
         self.following = ids[1:, None]
         self.log = logits.float().log_softmax(-1)
-        self.loss = -float(self.log[:-1].gather(-1, self.following).double().sum())
+        self.losses = -self.log[:-1].gather(-1, self.following)[:, 0].double()
+        self.loss = float(self.losses.sum())
 
-    def change(self, logits: torch.Tensor) -> WindowChange:
-        """Effect of other logits [T, vocabulary]."""
+    def change(self, logits: torch.Tensor, since: int = 0) -> WindowChange:
+        """Effect of other logits [T, vocabulary], of the tokens from `since` on."""
         divergence = loss = 0.0
-        for first in range(0, len(logits), _ROWS):
+        for first in range(since, len(logits), _ROWS):
             old, new = self.log[first : first + _ROWS], logits[first : first + _ROWS].float().log_softmax(-1)
             divergence += float(torch.linalg.vecdot(old.exp(), old - new).double().sum())
             following = self.following[first : first + _ROWS]
             loss -= float(new[: len(following)].gather(-1, following).double().sum())
-        return WindowChange(divergence, loss - self.loss, len(logits), len(logits) - 1)
+        rise = loss - float(self.losses[since:].sum())
+        return WindowChange(divergence, rise, len(logits) - since, len(logits) - 1 - since)
+
+
+@dataclass(frozen=True)
+class CutWindow:
+    """A window of T tokens whose first half is a prompt, for programs that rewire a part of it: `rewired`, bool [1, T];
+    `since`, the token whose logits begin the rest, which alone is measured."""
+
+    rewired: torch.Tensor
+    since: int
+
+    @classmethod
+    def of(cls, phase: PromptPhase, tokens: int) -> CutWindow:
+        prompt = tokens // 2
+        if prompt <= phase.exact_tail + phase.exact_head:
+            raise RewriterError(
+                f"a window of {tokens} tokens has a prompt of {prompt}: it leaves none to rewire of {phase}. Give a "
+                "longer text"
+            )
+        return cls(phase.rewired(tokens, prompt=prompt), prompt - 1)
 
 
 @dataclass(frozen=True)
@@ -72,12 +95,14 @@ class ChangedPart:
     """A program that is given stream values of the original, by name, and returns another one.
 
     `end`: the layer after the last one that differs, from which on the original goes on with what it returns. `given`:
-    numbers of the original's stream values that it reads, by name.
+    numbers of the original's stream values that it reads, by name. `phase`: the tokens that it rewires, where those are
+    tokens of a prompt alone.
     """
 
     program: Program
     end: int
     given: Mapping[str, int]
+    phase: PromptPhase | None = None
 
 
 @dataclass
@@ -117,17 +142,20 @@ class Computed:
         keep_shared(self.known)
         first, end = self.starts[mix.touched[0]], mix.touched[-1] + 1
         places = [place for place in (first - 1, first) if place >= 0]
-        cut = between(changed, places, by_layer(residual_blocks(changed))[end - 1][-1].index + 1)
+        written = [n for n, value in enumerate(stream_values(changed.graph)) if marks(value).layer == end - 1]
+        cut = between(changed, places, written[-1])
         given = dict(zip(given_names(places), places, strict=True))
         for node in list(cut.graph.nodes):
             if node.op == "placeholder" and str(node.target) in given and not node.users:
                 del given[str(node.target)]
                 cut.graph.erase_node(node)
-        return ChangedPart(cut, end, given)
+        return ChangedPart(cut, end, given, prompt_phase(changed))
 
     @torch.no_grad()
     def changes(self, parts: Sequence[ChangedPart], ids: torch.Tensor) -> list[WindowChange]:
-        """Effect of each part in one window, int64 [T]."""
+        """Effect of each part in one window, int64 [T]; of one that rewires the prompt alone, of its first half, on
+        the rest."""
+        cuts = [None if part.phase is None else CutWindow.of(part.phase, len(ids)) for part in parts]
         logits, *values = self._run(self._whole, ids)
         reference = WindowReference(ids, logits[0])
         groups: list[tuple[list[int], torch.Tensor]] = []  # numbers of parts, and their streams [N, T, D]
@@ -137,15 +165,19 @@ class Computed:
             ended = [i for i, part in enumerate(parts) if part.end == layer + 1]
             for first in range(0, len(ended), self.batch):
                 some = ended[first : first + self.batch]
-                streams = [
-                    self._run(parts[i].program, ids, {name: values[n] for name, n in parts[i].given.items()})
-                    for i in some
-                ]
+                streams = []
+                for i in some:
+                    cut, given = cuts[i], {name: values[n] for name, n in parts[i].given.items()}
+                    streams.append(
+                        self._run(parts[i].program, ids, given, {} if cut is None else {REWIRED: cut.rewired})
+                    )
                 groups.append((some, torch.cat(streams)))
         changes: dict[int, WindowChange] = {}
         for some, x in groups:
             logits = self._run(self._head, ids, {given_names([self.starts[-1]])[0]: x})
-            changes |= dict(zip(some, map(reference.change, logits), strict=True))
+            for i, of_part in zip(some, logits, strict=True):
+                cut = cuts[i]
+                changes[i] = reference.change(of_part, 0 if cut is None else cut.since)
         return [changes[i] for i in range(len(parts))]
 
     @torch.no_grad()
@@ -153,14 +185,29 @@ class Computed:
         """Predictions of the original in one window, int64 [T]."""
         return WindowReference(ids, self._run(self.original, ids)[0])
 
+    @torch.no_grad()
+    def change_of(self, whole: Program, weights: Mapping[str, torch.Tensor], ids: torch.Tensor) -> WindowChange:
+        """Effect of a whole program, as `as_computed` gives it, in one window, int64 [T]."""
+        phase = prompt_phase(whole)
+        cut = None if phase is None else CutWindow.of(phase, len(ids))
+        logits = simulate(whole, ids[None], weights=weights, rewired=None if cut is None else cut.rewired)
+        return self.reference(ids).change(logits[0], 0 if cut is None else cut.since)
+
     def _run(
-        self, program: Program, ids: torch.Tensor, given: Mapping[str, torch.Tensor] | None = None
+        self,
+        program: Program,
+        ids: torch.Tensor,
+        given: Mapping[str, torch.Tensor] | None = None,
+        tokens: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        """`given`: values of the stream [N, T, D] by name; `tokens`: further inputs [1, T]."""
         rows = len(next(iter(given.values()))) if given else 1
-        out: RankValues = Simulator(program, self.weights).run(ids.expand(rows, len(ids)), given=given)
+        inputs = {**(given or {}), **{name: value.expand(rows, -1) for name, value in (tokens or {}).items()}}
+        out: RankValues = Simulator(program, self.weights).run(ids.expand(rows, len(ids)), given=inputs)
         return out[0]
 
 
 def as_computed(program: Program) -> Program:
-    """A rewritten program with every message quantized, however short, where it has formats; else on one device."""
-    return always_quantized(program) if is_quantized(program) else single_device(program)
+    """A rewritten program with every message quantized, however short, where it has formats; else on one device. One
+    that rewires the prompt alone, in the wiring of both phases."""
+    return always_quantized(both_wirings(program)) if is_quantized(program) else single_device(program)

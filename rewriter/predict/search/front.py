@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from rewriter.predict.search.choices import Mix, PlacedRewrite, mix_of
+from rewriter.predict.search.choices import Mix, PlacedRewrite, mix_of, of_prompt
 
 _MOST = 160  # mixes of the first layers that are kept
 _TRUST = 0.05  # weight of "costs add up" against one measured mix
@@ -30,6 +30,11 @@ class Option:
     cost: float = 0.0
     gain: float = 0.0
     edge: float = 0.0
+
+    @property
+    def of_prompt(self) -> bool:
+        """True if it rewires tokens of the prompt alone."""
+        return of_prompt(self.rewrite or self.format)
 
 
 @dataclass(frozen=True)
@@ -87,20 +92,31 @@ class Costs:
         return Costs(self.alone, dict(zip(names, factors, strict=True)))
 
 
-def front(layers: int, options: Sequence[Option], base: str = Mix.base) -> list[Estimate]:
+def front(layers: int, options: Sequence[Option], base: str = Mix.base, cut: float = 0.0) -> list[Estimate]:
     """Mixes of which no other is estimated to cost less and gain as much, by rising cost; the standard is the first.
+
+    `cut`: seconds that a mix loses once if any of its options is for the prompt alone (`Gains.cut`)."""
+    whole = _front(layers, [option for option in options if not option.of_prompt], Estimate(base=base))
+    if not any(option.of_prompt for option in options):
+        return whole
+    both = _front(layers, options, Estimate(gain=-cut, base=base))
+    return _kept([*whole, *(estimate for estimate in both if any(option.of_prompt for option in estimate.taken))])
+
+
+def _front(layers: int, options: Sequence[Option], none: Estimate) -> list[Estimate]:
+    """The front of mixes that are made from `none`, which has no option.
 
     Layer by layer: what precedes a layer matters to it only by the rewrite that ended there. Of the mixes of the first
     layers, those that no other beats are kept, thinned where there are many.
     """
-    ends: list[dict[str, list[Estimate]]] = [{"": [Estimate(base=base)]}, *({} for _ in range(layers))]
+    ends: list[dict[str, list[Estimate]]] = [{"": [none]}, *({} for _ in range(layers))]
     for layer, before in enumerate(ends[:-1]):
         here = [Option(layer, 1), *(option for option in options if option.start == layer)]
         for name, estimates in before.items():
             for old in _kept(estimates):
                 for option in here:
                     gain = old.gain + option.gain - (option.edge if option.rewrite != name else 0.0)
-                    new = Estimate(old.cost + option.cost, gain, (*old.taken, option), base)
+                    new = Estimate(old.cost + option.cost, gain, (*old.taken, option), none.base)
                     ends[layer + option.layers].setdefault(option.rewrite, []).append(new)
     return _kept([estimate for estimates in ends[-1].values() for estimate in estimates])
 

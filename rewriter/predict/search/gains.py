@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
+from rewriter.ir.phases import PromptPhase
 from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates
 from rewriter.predict.results import generation_seconds
-from rewriter.predict.search.choices import BY_NAME, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.predict.search.choices import BY_NAME, Mix, PlacedRewrite, mix_of, of_prompt, recipe_of
 from rewriter.predict.search.computed import keep_shared
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
@@ -51,6 +52,16 @@ class Gains:
             keep_shared(self.candidates.known)
         return self.speeds[mix.key]
 
+    def cut(self, base: str = Mix.base) -> float:
+        """Seconds by which a generation gets longer where its prefill is cut into calls for rewired and for exact
+        tokens, before anything is rewired. Below 0 where the last layer's work that this spares takes longer."""
+        program = self.candidates.one(recipe_of(Mix(base=base)), self.workload.tp).program
+        seconds = []
+        for cut in (None, PromptPhase()):
+            done = self.predictor.simulate(program, record=False, cut=cut)
+            seconds.append(generation_seconds(done.prefill, done.decode, self.workload.generate))
+        return seconds[1] - seconds[0]
+
     def of_recipe(self, recipe: Recipe) -> Speed:
         """Speed of a recipe. Raises RewriterError where its passes, or the fabric, refuse it."""
         load, program = self.workload, self.candidates.one(recipe, self.workload.tp).program
@@ -74,10 +85,11 @@ class Gains:
 
 
 def gain_of(
-    gains: Gains, rewrite: str, starts: Sequence[int], format: str = "", base: str = Mix.base
+    gains: Gains, rewrite: str, starts: Sequence[int], format: str = "", base: str = Mix.base, cut: float = 0.0
 ) -> tuple[float, float] | None:
     """(seconds that each placement of a rewrite at one of `starts` saves of a generation, seconds that a run of them
-    loses at its first layer); None where `base` or the fabric refuses it. `rewrite` "": only messages change.
+    loses at its first layer); None where `base` or the fabric refuses it. `rewrite` "": only messages change. `cut`:
+    `Gains.cut`, which a rewrite of the prompt alone pays once, however many there are: it is not counted here.
 
     By the simulations of one placement in the middle, and of all that have room, but the first, which may gain less.
     """
@@ -93,7 +105,8 @@ def gain_of(
         speed = gains.speed(mix_of([PlacedRewrite(start, rewrite) for start in some if rewrite], formats, base))
         if speed is None or standard is None:
             return None
-        times.append(standard.seconds - speed.seconds)
+        paid = cut if of_prompt(rewrite or format) else 0.0
+        times.append(standard.seconds + paid - speed.seconds)
     alone, whole = times
     each = (whole - alone) / (len(room) - 1) if len(room) > 1 else alone
     return each, each - alone

@@ -156,7 +156,7 @@ class Measurements:
         self, mixes: Sequence[Mix], windows: torch.Tensor, what: str, report: Callable[[float, float], None]
     ) -> dict[Mix, list[WindowChange]]:
         """Effect of each mix on each of `windows`, int64 [N, T]."""
-        keys = {mix: f"{what} {mix.key}" for mix in mixes}
+        keys = {mix: f"{what} {mix.key}" + (", on the rest of windows" if mix.phased else "") for mix in mixes}
         missing = [mix for mix, key in keys.items() if key not in self.store.values]
         for first in range(0, len(missing), _AT_ONCE):
             some = missing[first : first + _AT_ONCE]

@@ -18,7 +18,7 @@ from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.ir import Program
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
-from rewriter.predict.search.choices import BY_NAME, FORMATS, Mix
+from rewriter.predict.search.choices import BY_NAME, FORMATS, Mix, of_prompt
 from rewriter.predict.search.computed import Computed, WindowChange
 from rewriter.predict.search.front import Costs, Estimate, Option, agreement, front
 from rewriter.predict.search.gains import Gains, gain_of
@@ -137,12 +137,18 @@ class _Search:
             raise RewriterError(f"no rewrite applies to any layer of this model. {reasons}")
         changes = self.measured.alone(applicable, partial(self.progress, "measuring each rewrite alone"))
         costs = Costs({mix: max(c.divergence / c.tokens, 1e-7) for mix, c in changes.items()})
-        options = {base: self._options(applicable, base) for base in self._bases()}
+        cuts = {base: self.gains.cut(base) for base in self._bases()}
+        options = {base: self._options(applicable, base, cut) for base, cut in cuts.items()}
         self._singles(changes, costs, options[Mix.base])
         before = math.inf
         for rounds in range(1, _ROUNDS + 1):
             fronts = [
-                front(layers, [replace(o, cost=cost) for o in some if (cost := costs.option(o)) < math.inf], base)
+                front(
+                    layers,
+                    [replace(o, cost=cost) for o in some if (cost := costs.option(o)) < math.inf],
+                    base,
+                    cuts[base],
+                )
                 for base, some in options.items()
             ]
             new = self._chosen(fronts, _WIDE if rounds == 1 else _NEAR)
@@ -173,24 +179,34 @@ class _Search:
             times.add(speed.seconds)
         return bases
 
-    def _options(self, applicable: Sequence[Mix], base: str) -> list[Option]:
-        """Rewrites and formats of layers with what they gain. Ranks that share tokens hold whole streams: with them
-        nothing is bound to ranks, and no block is reduced."""
+    def _options(self, applicable: Sequence[Mix], base: str, cut: float) -> list[Option]:
+        """Rewrites and formats of layers with what they gain. A layer's rewrite and format are both for all tokens, or
+        both for the prompt alone. Ranks that share tokens hold whole streams: with them nothing is bound to ranks, and
+        no block is reduced."""
         shared = base != Mix.base
         starts: dict[str, list[int]] = {} if shared else {"": list(range(self.measured.computed.layers))}
         for mix in applicable:
             for placement in mix.placements:
                 if not (shared and mix.bound):
                     starts.setdefault(placement.rewrite, []).append(placement.start)
-        cases = [(name, format) for name in starts for format in ("", *(() if shared else FORMATS)) if name or format]
+        formats = ("", *(() if shared else FORMATS))
+        cases = [(name, format) for name in starts for format in formats if name or format]
+        cases = [(n, f) for n, f in cases if not (n and f) or of_prompt(n) == of_prompt(f)]
         options: list[Option] = []
         for done, (name, format) in enumerate(cases):
             self.progress(f"predicting what each rewrite gains with {base}", done, len(cases))
-            gain = gain_of(self.gains, name, starts[name], format, base)
-            if gain is not None:
-                length = BY_NAME[name].layers if name else 1
-                options += [Option(n, length, name, format, gain=gain[0], edge=gain[1]) for n in starts[name]]
+            length = BY_NAME[name].layers if name else 1
+            for some in self._alike(starts[name], length, of_prompt(name or format)):
+                gain = gain_of(self.gains, name, some, format, base, cut)
+                if gain is not None:
+                    options += [Option(n, length, name, format, gain=gain[0], edge=gain[1]) for n in some]
         return options
+
+    def _alike(self, starts: Sequence[int], length: int, prompt: bool) -> list[list[int]]:
+        """Places where a rewrite gains as much. For the prompt alone, the last layer is another: most of it is left
+        out for tokens of the prompt anyway."""
+        last = [n for n in starts if prompt and n + length == self.measured.computed.layers]
+        return [some for some in ([n for n in starts if n not in last], last) if some]
 
     def _singles(self, changes: Mapping[Mix, WindowChange], costs: Costs, options: Sequence[Option]) -> None:
         gains = {(o.start, o.rewrite or o.format): o.gain for o in options if not (o.rewrite and o.format)}

@@ -22,6 +22,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.explain.inspection import inspect
 from rewriter.ir.ops import SequencePlan
 from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
+from rewriter.recipes import Recipe
 from rewriter.recipes.apply import load_recipe
 
 
@@ -288,3 +289,97 @@ def test_the_table_says_what_the_json_says() -> None:
 def test_ranks_that_share_no_tokens_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(RewriterError, match=message):
         inspect(zoo.config("llama"), "ladder", 2, **options)
+
+
+# --- both phases ---
+
+
+PROMPT = {"phase": "prompt", "exact_tail": 3, "exact_head": 2}
+PASSES: list[dict[str, Any]] = [
+    {"pass": "tensor_parallel"},
+    {"pass": "desync", "n": 2, "resync": "sum", "layers": "0-1", **PROMPT},
+    {"pass": "ladder", "layers": [3]},
+    {"pass": "quantize_collectives", "format": "int8", "layers": [2], "min_bytes": 0, **PROMPT},
+    {"pass": "overlap"},
+]
+
+
+def of_passes(passes: list[dict[str, Any]]) -> Recipe:
+    return Recipe.model_validate({"name": "both", "summary": "Test.", "paper": "None.", "passes": passes})
+
+
+def test_both_phases_have_their_sums() -> None:
+    recipe = of_passes(PASSES)
+    found = json.loads(inspect(zoo.config("llama"), recipe, 2).to_json())
+    phases = found["phases"]
+    assert (phases["exact_head"], phases["exact_tail"]) == (2, 3)
+    assert phases["rewired"] == "the prompt but its first 2 and last 3 tokens"
+    sides = {"standard": found["communication"]["before"], "rewired": found["communication"]["after"]}
+    sides["exact"] = phases["exact"]["communication"]
+    counts = {side: traffic["total"]["collectives"] for side, traffic in sides.items()}
+    assert counts == {"standard": 10, "rewired": 8, "exact": 10}  # desync leaves one of two out, in two layers
+    hidden = {side: traffic["total"]["hidden"] for side, traffic in sides.items()}
+    assert hidden["standard"] == 0
+    assert hidden["rewired"] == hidden["exact"] > 0  # the ladder is for all tokens
+    assert sides["exact"]["total"]["bytes_per_token"] == sides["standard"]["total"]["bytes_per_token"]
+    assert sides["rewired"]["total"]["bytes_per_token"] < sides["exact"]["total"]["bytes_per_token"] - 2 * 64 * 4
+    assert (sides["rewired"]["quantized"]["reductions"], sides["exact"]["quantized"]) == (2, None)
+    without = of_passes([p for p in PASSES if "phase" not in p])
+    alone = json.loads(inspect(zoo.config("llama"), without, 2).to_json())
+    assert alone["phases"] is None
+    assert phases["exact"]["plan"] == alone["plan"]
+    assert phases["exact"]["blocks"] == alone["blocks"]
+
+
+def test_both_phases_are_shown() -> None:
+    inspection = inspect(zoo.config("llama"), of_passes(PASSES), 2)
+    console = Console(width=120, file=io.StringIO())
+    console.print(inspection)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = text[text.index("Rewired tokens") : text.index("of the embedding")]
+    assert "\n".join(line.rstrip() for line in shown.splitlines()) == BOTH_PHASES
+    plan = inspection.plan
+    head, rewired, exact = re.split(r"\n\n(?:rewired|exact) tokens\n", plan)
+    assert head.splitlines()[1] == (
+        "rewired tokens: the prompt but its first 2 and last 3 tokens; exact tokens: all others, and what is generated"
+    )
+    assert "left out" in rewired
+    assert "left out" not in exact
+    assert plan.count("self_attn.q_proj.weight") == 1  # ranks hold one set of weights
+
+
+BOTH_PHASES = """\
+Rewired tokens: the prompt but its first 2 and last 3 tokens. Exact tokens: all others, and everything that is
+generated.
+
+Residual stream, of rewired tokens: each block adds what it computes to x
+layer  block      reads                                      reduction  B/token
+0      attention  the embedding                              dropped          –
+       mlp        this rank's own x after attention 0        exposed        256
+1      attention  x after mlp 0                              dropped          –
+       mlp        this rank's own x after attention 1        exposed        256
+2      attention  x after mlp 1                              exposed         65
+       mlp        x after attention 2                        hidden          65
+3      attention  x after attention 2 (stale: misses mlp 2)  hidden         256
+       mlp        x after mlp 2 (stale: misses attention 3)  exposed        256
+Every block is split over the ranks.
+
+Residual stream, of exact tokens: each block adds what it computes to x
+layer  block      reads                                      reduction  B/token
+0      attention  the embedding                              exposed        256
+       mlp        x after attention 0                        exposed        256
+1      attention  x after mlp 0                              exposed        256
+       mlp        x after attention 1                        exposed        256
+2      attention  x after mlp 1                              exposed        256
+       mlp        x after attention 2                        hidden         256
+3      attention  x after attention 2 (stale: misses mlp 2)  hidden         256
+       mlp        x after mlp 2 (stale: misses attention 3)  exposed        256
+Every block is split over the ranks.
+
+Communication per forward pass
+                                  standard            rewired tokens  exact tokens
+collectives                             10                         8            10
+  hidden behind computation              0                         2             2
+  exposed                               10                         6             8
+bytes per token                      3,328                     2,434         3,328
+  exposed                            3,328                     2,113         2,816"""

@@ -135,15 +135,15 @@ def test_break_even_is_where_the_extra_work_is_paid_for() -> None:
     first = [step for reduce in reduces for step in (run(1), reduce, Await(reduce))]
     # the recipe drops three of four all-reduces, and computes 0.3 ms more: it pays from 0.1 ms on
     recipe: list[Step] = [run(4.3), reduces[0], Await(reduces[0])]
-    compared = BreakEven(first, KernelDurations(SIMPLE), lambda _, call: Delay(1 * MS, 0.0, ()))
-    value, note = compared.of(recipe)
+    compared = BreakEven([first], KernelDurations(SIMPLE), lambda _, call: Delay(1 * MS, 0.0, ()))
+    value, note = compared.of([recipe])
     assert note is None
     assert value == pytest.approx(0.1 * MS, rel=0.05)
-    value, note = compared.of([run(3), *recipe[1:]])
+    value, note = compared.of([[run(3), *recipe[1:]]])
     assert value is None
     assert note is not None
     assert note.startswith("always")
-    value, note = compared.of([*first, run(1)])
+    value, note = compared.of([[*first, run(1)]])
     assert value is None
     assert note is not None
     assert note.startswith("never")

@@ -16,7 +16,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import write_text
 from rewriter.common.numbers import digits, duration, percent
 from rewriter.common.svg import log_ticks, strokes, ticks
-from rewriter.predict.results import PredictedPoint, RecipeComparison, SkippedRecipe
+from rewriter.predict.results import FirstToken, PredictedPoint, RecipeComparison, SkippedRecipe
+from rewriter.predict.workload import FIRST_TOKEN_PROMPTS
 from rewriter.show.charts import pareto
 from rewriter.show.predict import ComparisonReport, headline
 from rewriter.show.predict import predict_page as page
@@ -65,6 +66,23 @@ def test_a_row_per_recipe_says_what_it_gains(width: int) -> None:
     assert percent(p.exposed_communication_seconds_per_token, p.seconds_per_token) in row
     assert all(len(line) <= width for line in lines)
     assert "MODELLED" not in "".join(lines)
+
+
+@pytest.mark.parametrize("width", [160, 100, 80])
+def test_times_to_first_token_stand_beside_the_time_per_token(width: int) -> None:
+    found = comparison()
+    first = tuple(FirstToken(prompt, prompt * 1e-5, prompt < 32768) for prompt in FIRST_TOKEN_PROMPTS)
+    found = replace(found, predictions=tuple(replace(p, time_to_first_token=first) for p in found.predictions))
+    lines = shown(found, width).splitlines()
+    row = next(line for line in lines if line.startswith("ladder "))
+    for cell in ("10.2 ms", "81.9 ms", "328 ms !", duration(found.predictions[1].seconds_per_token), "×"):
+        assert cell in row
+    head = next(line for line in lines if line.startswith("recipe "))
+    assert head.index("TTFT 1k") < head.index("TTFT 8k") < head.index("TTFT 32k") < head.index("per token")
+    assert all(len(line) <= width for line in lines)
+    assert "TTFT" not in shown(comparison(), width)
+    assert "TTFT 32k" in page(found)
+    assert "328 ms !" in page(found)
 
 
 @pytest.mark.parametrize("width", [40, 60])

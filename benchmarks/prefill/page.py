@@ -1,0 +1,160 @@
+"""docs/results/prefill.md and its drawing, from record.json (`--record` of quality and times) and page.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rewriter.common.svg import number, rectangle, text
+
+HERE = Path(__file__).resolve().parent
+RECORD, TEMPLATE = HERE / "record.json", HERE / "page.md"
+DOCS = HERE.parents[1] / "docs"
+PAGE, CHART = DOCS / "results" / "prefill.md", DOCS / "figures" / "prefill.svg"
+KEYS = ("model", "text", "recipe", "tp", "prompt", "dtype")
+LINK = "as on PCIe"
+STANDARD = "tensor-parallel"
+WIDTH, HEIGHT, LEFT, BOTTOM = 720, 380, 64, 48
+
+Entry = dict[str, Any]
+
+
+def add(kind: str, found: Entry) -> None:
+    """Put what was found into the record, in place of an older one of the same run."""
+    record = read()
+    record[kind] = [entry for entry in record.get(kind, []) if _key(entry) != _key(found)] + [found]
+    kinds = []
+    for name, entries in sorted(record.items()):
+        lines = [json.dumps(entry) for entry in sorted(entries, key=lambda entry: str(_key(entry)))]
+        kinds.append(f"{json.dumps(name)}: [\n" + ",\n".join(lines) + "\n]")
+    RECORD.write_text("{\n" + ",\n".join(kinds) + "\n}\n", encoding="utf-8")
+
+
+def read() -> dict[str, list[Entry]]:
+    """What is recorded, by kind: "quality" and "times"."""
+    found: dict[str, list[Entry]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
+    return found
+
+
+def write() -> None:
+    """The page and its drawing."""
+    record = read()
+    template = TEMPLATE.read_text(encoding="utf-8")
+    parts = {"quality": quality(record.get("quality", [])), "times": times(record.get("times", []))}
+    PAGE.write_text(template.format(**parts), encoding="utf-8")
+    CHART.write_text(chart(record.get("quality", []), record.get("times", [])), encoding="utf-8")
+
+
+def quality(entries: Sequence[Entry]) -> str:
+    """Tables of loss, KL and top-1, one for each model and length of prompts."""
+    tables = []
+    for group in sorted({(e["model"], e["text"], e["tp"], e["prompt"]) for e in entries}):
+        rows = [e for e in entries if (e["model"], e["text"], e["tp"], e["prompt"]) == group]
+        model, name, tp, prompt = group
+        loss = rows[0]["original_loss"]
+        tables.append(
+            f"{model}, {name}.txt, {tp} ranks, prompts of {prompt}, {rows[0]['windows']} windows, loss {loss:.3f}:"
+        )
+        head = ["recipe", "exact ends", "all tokens", "the prompt", "with exact ends"]
+        cells = [
+            [
+                f"`{e['recipe']}`",
+                f"{e['exact_head']} and {e['exact_tail']}",
+                *(_cell(q, loss) for q in e["ways"].values()),
+            ]
+            for e in rows
+        ]
+        tables.append(_table(head, cells))
+    return "\n\n".join(tables)
+
+
+def _cell(found: Entry, original: float) -> str:
+    return f"{found['loss'] / original - 1:+.1%}, {found['kl']:.3f}, {found['top1']:.2f}"
+
+
+def times(entries: Sequence[Entry]) -> str:
+    """Tables of times to the first token, one for each model and link."""
+    tables = []
+    for entry in entries:
+        for link, found in entry["links"].items():
+            if "rate" not in found:
+                continue
+            where = f"{entry['model']}, {entry['tp']} ranks, {entry['dtype']}"
+            tables.append(f"{where}, {link} ({found['rate'] / 1e6:.1f} MB/s each way):")
+            standard = found[STANDARD]
+            head = ["recipe", *(f"{int(n):,}" for n in standard)]
+            rows = [
+                [f"`{name}`", *(f"{s:.2f} s, {s / standard[n]:.2f}" for n, s in seconds.items())]
+                for name, seconds in found.items()
+                if name != "rate"
+            ]
+            tables.append(_table(head, rows))
+    return "\n\n".join(tables)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|---{'|--:' * (len(head) - 1)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def chart(qualities: Sequence[Entry], timed: Sequence[Entry]) -> str:
+    """Every recipe a point: its time to the first token as a share of standard's, and its KL; all tokens too."""
+    points: list[tuple[str, float, float, str]] = []
+    shares: dict[str, float] = {}
+    for entry in timed[:1]:
+        found = entry["links"].get(LINK, {STANDARD: {}})
+        for name, seconds in found.items():
+            if name != "rate" and seconds:
+                longest = max(seconds, key=int)
+                shares[name] = seconds[longest] / found[STANDARD][longest]
+    for entry in qualities:
+        if entry["recipe"] in shares and entry["model"] == qualities[-1]["model"]:
+            for way, kind in (("all tokens", "x"), ("with exact ends", "a")):
+                points.append((entry["recipe"], shares[entry["recipe"]], entry["ways"][way]["kl"], kind))
+    return drawn(points)
+
+
+def drawn(points: Sequence[tuple[str, float, float, str]]) -> str:
+    """An SVG of points (recipe, share of standard's time, KL, kind); KL to the power of 1/3 shows small ones."""
+    top = max([kl for _, _, kl, _ in points], default=1.0) ** (1 / 3)
+
+    def place(share: float, kl: float) -> tuple[float, float]:
+        return LEFT + (WIDTH - LEFT - 20) * share, HEIGHT - BOTTOM - (HEIGHT - BOTTOM - 60) * kl ** (1 / 3) / top
+
+    style = (
+        "text{font:12px system-ui,sans-serif;fill:#444}.t{font-size:14px}.g{fill:#fff}.l{stroke:#ccc}"
+        ".a{fill:#1b6ca8}.x{fill:#c4472b}"
+    )
+    parts = [rectangle(0, 0, WIDTH, HEIGHT, "g"), text(LEFT, 20, "Time to the first token against drift", "t")]
+    parts.append(text(LEFT, 38, "blue: the prompt alone, with exact ends; red: every token rewired"))
+    for share in (0.25, 0.5, 0.75, 1.0):
+        x, y = place(share, 0)
+        parts.append(f'<path d="M{number(x)} 50V{number(y)}" class="l"/>')
+        parts.append(text(x - 10, y + 18, f"{share:g}"))
+    for kl in (0.001, 0.01, 0.1, 1.0, 4.0):
+        if kl ** (1 / 3) <= top:
+            _, y = place(0, kl)
+            parts.append(f'<path d="M{LEFT} {number(y)}H{WIDTH - 20}" class="l"/>')
+            parts.append(text(LEFT - 40, y + 4, f"{kl:g}"))
+    parts.append(text(LEFT, HEIGHT - 10, "seconds to the first token, as a share of tensor parallelism's"))
+    parts.append(text(8, 52, "KL"))
+    for name, share, kl, kind in points:
+        x, y = place(share, kl)
+        parts.append(f'<circle cx="{number(x)}" cy="{number(y)}" r="4" class="{kind}"><title>{name}</title></circle>')
+        parts.append(text(x + 7, y + 4, name.removeprefix("prefill-") if kind == "a" else ""))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">'
+        f"<title>Time to the first token against drift</title><style>{style}</style>\n"
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _key(entry: Entry) -> tuple[Any, ...]:
+    return tuple(entry.get(name) for name in KEYS)
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,191 @@
+"""Time to the first token over slow links: ranks of `rewrite`'s outputs in network namespaces of their own.
+
+    sudo python -m benchmarks.prefill.times models/gemma3 --tp 2 [--length 512 --length 2048] [--record]
+    sudo python -m benchmarks.prefill.times --random --tp 2 --record      # a Llama with wide layers, random weights
+
+Rates of the link: 0.1 and 1 Gb/s, and that at which the sums of a prompt of the standard model take three times as long
+as its computation, as on PCIe. `standard` is the recipe tensor-parallel. The recipes take turns within one start of the
+ranks; reported are medians of the slower rank. Segments of layers are not compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.prefill import page
+from benchmarks.support.link_ranks import launch
+from benchmarks.support.namespaces import Bridge, Link, LinkError, Network
+from rewriter.api import convert
+from rewriter.common.errors import RewriterError
+from rewriter.common.files import read_json
+from rewriter.common.text_settings import vocabulary_size
+from rewriter.convert.save_options import SaveOptions
+
+RECIPES = (
+    "tensor-parallel", "prefill-int8", "prefill-ladder-upper-half", "prefill-ladder", "prefill-desync-2x-sum",
+    "prefill-desync-4x-sum", "prefill-desync-2x-sum-int8",
+)  # fmt: skip
+STANDARD = RECIPES[0]
+UNLIMITED = 4e9  # bytes a second
+AS_ON_PCIE = 3.0  # seconds of sums by those of computation
+GIGABIT = 125e6
+SECONDS = 580.0
+STEPS = 16  # of decoding, timed together
+
+
+@dataclass
+class Bench:
+    """Outputs of the recipes, and starts of their ranks on a link."""
+
+    outputs: dict[str, str]
+    vocabulary: int
+    link: Network
+    tp: int
+    lengths: Sequence[int]
+    repetitions: int
+    dtype: str
+
+    def times(self, rate: float, outputs: Sequence[str], steps: int = 0) -> list[dict[str, Any]]:
+        """What each rank found at this rate, in bytes a second."""
+        self.link.set_rate(rate)
+        cores = sorted(os.sched_getaffinity(0))
+        spec = {
+            "outputs": {name: self.outputs[name] for name in outputs}, "vocabulary": self.vocabulary,
+            "lengths": list(self.lengths), "warm_up": 1, "repetitions": self.repetitions, "steps": steps,
+            "dtype": self.dtype, "cores": [cores[rank % len(cores)] for rank in range(self.tp)],
+        }  # fmt: skip
+        return launch(self.link, "benchmarks.prefill.rank", spec, self.tp, timeout=SECONDS)
+
+    def medians(self, found: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+        """By output and length, the median of the slower rank's seconds. Raises RewriterError where ranks chose
+        different tokens."""
+        for name in found[0]["tokens"]:
+            if any(rank["tokens"][name] != found[0]["tokens"][name] for rank in found):
+                raise RewriterError(f"{name}: the ranks chose different tokens")
+        return {
+            name: {
+                length: statistics.median(map(max, *(rank["seconds"][name][str(length)] for rank in found)))
+                for length in self.lengths
+            }
+            for name in found[0]["seconds"]
+        }
+
+
+def prepared(model: Path, directory: Path, recipes: Sequence[str], tp: int) -> dict[str, str]:
+    """Outputs by recipe: those that it takes."""
+    outputs = {}
+    for recipe in recipes:
+        try:
+            convert(model, recipe, out=directory / recipe, tp=tp, options=SaveOptions(verify="none"))
+        except RewriterError as error:
+            print(f"{recipe}: left out, {error}", file=sys.stderr)
+            continue
+        outputs[recipe] = str(directory / recipe)
+    return outputs
+
+
+def random_llama(directory: Path) -> Path:
+    """A Llama of 8 layers of width 1,024, written with random weights: blocks long against a round trip."""
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
+        vocab_size=4096, max_position_embeddings=16384, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def measured(bench: Bench, console: Console) -> dict[str, Any]:
+    """Times by rate of the link."""
+    unlimited = bench.times(UNLIMITED, list(bench.outputs), steps=STEPS)
+    free = bench.medians(unlimited)[STANDARD]
+    longest = bench.lengths[-1]
+    layers = read_json(Path(bench.outputs[STANDARD]) / "config.json", "")
+    layers = layers.get("text_config", layers)
+    size = getattr(torch, bench.dtype).itemsize
+    sent = (
+        (2 * layers["num_hidden_layers"] + 1) * longest * layers["hidden_size"] * size * 2 * (bench.tp - 1) / bench.tp
+    )
+    rates = {"0.1 Gb/s": GIGABIT / 10, "1 Gb/s": GIGABIT, "as on PCIe": sent / (AS_ON_PCIE * free[longest])}
+    steps = {n: statistics.median(map(max, *(rank["steps"][n] for rank in unlimited))) for n in bench.outputs}
+    console.print(
+        "a decode step, as a share of standard's:", {n: round(s / steps[STANDARD], 3) for n, s in steps.items()}
+    )
+    found: dict[str, Any] = {"without a limit": bench.medians(unlimited), "decode step": steps}
+    for name, rate in rates.items():
+        found[name] = bench.medians(bench.times(rate, list(bench.outputs)))
+        standard = found[name][STANDARD][longest]
+        if name == "as on PCIe" and abs(standard / free[longest] - 1 - AS_ON_PCIE) > 0.3:  # what is not bytes
+            rate *= (standard / free[longest] - 1) / AS_ON_PCIE
+            found[name] = bench.medians(bench.times(rate, list(bench.outputs)))
+        console.print(table(f"{name}: {rate / 1e6:.1f} MB/s", found[name], bench.link.dropped()))
+        found[name] = {"rate": rate, **found[name]}
+    return found
+
+
+def table(title: str, found: dict[str, dict[int, float]], dropped: int) -> Table:
+    shown = Table(
+        title=f"{title}, {dropped} segments dropped: seconds to the first token, and their share of standard's"
+    )
+    shown.add_column("recipe")
+    lengths = list(found[STANDARD])
+    for length in lengths:
+        shown.add_column(f"{length:,}", justify="right")
+    for name, seconds in found.items():
+        shown.add_row(name, *(f"{seconds[n]:.3f} ({seconds[n] / found[STANDARD][n]:.2f})" for n in lengths))
+    return shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--random", action="store_true", help="a Llama with random weights in place of a model")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--length", type=int, action="append", help="tokens of a prompt (default 512, 2,048 and 8,192)")
+    parser.add_argument("--recipe", action="append")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--dtype", default="float32", help="of weights and messages")
+    parser.add_argument("--record", action="store_true", help="add what is found to record.json, and write the page")
+    given = parser.parse_args()
+    if (given.model is None) != given.random:
+        parser.error("give a checkpoint directory, or --random")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console = Console(highlight=False, width=140)
+    lengths = given.length or [512, 2048, 8192]
+    try:
+        with tempfile.TemporaryDirectory(prefix="prefill-") as name:
+            directory = Path(name)
+            model = random_llama(directory / "random-llama") if given.random else given.model
+            recipes = [STANDARD, *(r for r in given.recipe or RECIPES if r != STANDARD)]
+            outputs = prepared(model, directory, recipes, given.tp)
+            vocabulary = vocabulary_size(read_json(model / "config.json", "")) or 256
+            with Link() if given.tp == 2 else Bridge(given.tp) as link:
+                bench = Bench(outputs, vocabulary, link, given.tp, sorted(lengths), given.repetitions, given.dtype)
+                found = measured(bench, console)
+    except (LinkError, RewriterError) as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        return 2
+    if given.record:
+        date = time.strftime("%Y-%m-%d")
+        page.add("times", {"model": model.name, "tp": given.tp, "dtype": given.dtype, "date": date, "links": found})
+        page.write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
