@@ -16,6 +16,7 @@ from rewriter.ir.marks import Mode, marks
 from rewriter.ir.op_semantics import function_of, kind_of, starts_sum
 from rewriter.ir.phases import prompt_phase
 from rewriter.ir.residual import Block, by_layer, is_add, is_scaling, read_index, residual_blocks, weighted_modules
+from rewriter.passes.phases import without_prompt_passes
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ def wiring_config(program: Program, bound: bool) -> dict[str, Any]:
     rewriter_norms: per layer, blocks that read it through another block's norm, with that one's name; only where some
     do. rewriter_pattern: per layer, the mode of each block by its name; rewriter_modes: the meaning of each mode. These
     two only where delays and norms do not say all. Where passes rewire the prompt alone, these describe rewired tokens,
-    and rewriter_phase says how many at a prompt's ends are exact: exact_tail and exact_head.
+    and rewriter_phase says how many at a prompt's ends are exact: exact_tail and exact_head. Where other passes rewire
+    exact tokens too, rewriter_exact has the same entries of theirs.
     """
     config: dict[str, Any] = {"rewriter_delays": _delays(program)}
     if any(norms := _shared_norms(program)):
@@ -43,6 +45,10 @@ def wiring_config(program: Program, bound: bool) -> dict[str, Any]:
         config |= {"rewriter_pattern": pattern_table(program), "rewriter_modes": meanings}
     if (phase := prompt_phase(program)) is not None:
         config["rewriter_phase"] = asdict(phase)
+        exact = wiring_config(without_prompt_passes(program), bound)
+        own_modes = not any(exact.get("rewriter_modes", {}).values()) and "rewriter_norms" not in exact
+        if not own_modes or any(map(any, exact["rewriter_delays"])):
+            config["rewriter_exact"] = exact
     return config
 
 

@@ -90,6 +90,8 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
     delays = getattr(config, "rewriter_delays", None)
     if delays is None:
         raise Unsupported("config.json has no rewriter_delays: rewrite the model again with this version of rewriter")
+    if getattr(config, "rewriter_exact", None) is not None:
+        raise Unsupported("passes of all tokens rewire those that passes of the prompt leave exact")
     labels = [tuple(layer.values()) for layer in getattr(config, "rewriter_pattern", None) or ()]
     modes: Mapping[str, Mapping[str, Any]] | None = getattr(config, "rewriter_modes", None)
     if labels and modes is None:

@@ -36,3 +36,20 @@ def test_config_says_which_sums_are_quantized(name):
     steps, wanted = CASES[name]
     program = tensor_parallel(traced("llama"), 2, ("merge_reductions", {}), *steps, ("overlap", {}))
     assert quantized_config(program, emit_huggingface(single_device(program)).config) == wanted
+
+
+def test_config_says_what_rewires_exact_tokens_too():
+    late = {"layers": [1], "variant": "paper"}, {"layers": [2, 3]} | PROMPT
+    program = tensor_parallel(traced("llama"), 2, ("merge_reductions", {}), *(("ladder", given) for given in late))
+    config = emit_huggingface(single_device(program)).config
+    assert config["rewriter_delays"] == [[0, 0], [1, 1], [1, 1], [1, 1]]
+    assert config["rewriter_exact"]["rewriter_delays"] == [[0, 0], [1, 1], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("step", [("ladder", {"layers": "all"}), ("desync", {"n": 2, "resync": "sum"})], ids=str)
+def test_config_says_nothing_of_tokens_that_are_the_original_s(step):
+    name, options = step
+    program = tensor_parallel(traced("llama"), 2, ("merge_reductions", {}), (name, options | PROMPT))
+    config = emit_huggingface(single_device(program)).config
+    assert config["rewriter_phase"] == ENDS["rewriter_phase"]
+    assert "rewriter_exact" not in config
