@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.api import convert
 from rewriter.convert.save_options import SaveOptions
+from rewriter.ir.phases import PromptPhase
 
 TOKENS = 64
 LORA_RANK = 8
@@ -161,8 +162,13 @@ def shortfall(directory: Path, asked: list[list[int]], made: list[list[int]]) ->
     """The most by which a token of `made` is below the best one's logit, for the model in `directory` in fp32."""
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32).eval()
     worst = 0.0
+    generated = hasattr(model.config, "rewriter_layers")
+    phase = getattr(model.config, "rewriter_phase", None) if generated else None
     for prompt, tokens in zip(asked, made, strict=True):
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        ids, own = torch.tensor([prompt + tokens]), {}
+        if phase is not None:
+            own["rewired"] = PromptPhase(**phase).rewired(ids.shape[1], prompt=len(prompt))
+        logits = model(ids, **own).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         worst = max(worst, (logits.amax(1) - chosen).amax().item())
     return worst

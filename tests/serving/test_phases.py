@@ -33,6 +33,8 @@ CROWDED = phased(
 )  # a cache that four requests do not fit
 ONE_RANK = [phased(LADDER, 1, every=3), phased(LADDER, 1, eager=False, every=3), ALONE, CROWDED]
 FAULTS = [phased(LADDER, 1, every=3, fault="shifted")]
+BF16 = phased(LADDER, 1, every=3, engine={"dtype": "bfloat16"})
+SHARED = (*ONE_RANK, *FAULTS, BF16)  # one process
 TURNS = [phased(LADDER, 1, engine={"max_num_seqs": 1}, fault=fault) for fault in (None, "unsalted")]
 TWO_RANKS = {recipe: [phased(recipe, 2, eager, every=3) for eager in (True, False)] for recipe in (LADDER, DESYNC)}
 PLUGIN = {"hf_overrides": {"architectures": ["RewriterLlamaForCausalLM"]}}  # as `rewrite serve` passes
@@ -73,7 +75,7 @@ def check(case, group, ran, expected):
 
 @pytest.mark.parametrize("case", ONE_RANK, ids=str)
 def test_one_rank(case, ran, expected):
-    kinds = check(case, [*ONE_RANK, *FAULTS], ran, expected)["batches"]
+    kinds = check(case, SHARED, ran, expected)["batches"]
     assert kinds["exact"] > 0
     assert kinds["rewired" if case is ALONE else "both"] > 0
     assert (kinds.get("preempted", 0) > 0) == (case is CROWDED)
@@ -86,8 +88,17 @@ def test_two_ranks(case, ran, expected):
 
 @pytest.mark.parametrize("case", FAULTS, ids=str)
 def test_a_fault_shows(case, ran, expected):
-    result = ran((*ONE_RANK, *FAULTS))[str(case)]
+    result = ran(SHARED)[str(case)]
     assert result["tokens"] != expected(case.recipe, case.tp)
+
+
+def test_bf16(ran, root):
+    result = ran(SHARED)[str(BF16)]
+    assert "error" not in result, result["log"][-3000:]
+    assert result["batches"]["both"] > 0
+    gap = shortfall(rewritten(BF16, root), prompts(), result["tokens"])
+    assert gap < 0.1
+    assert shortfall(root / "llama", prompts(), result["tokens"]) > 10 * gap  # the standard model's
 
 
 def test_a_second_turn_computes_the_first_answer_again(root):
