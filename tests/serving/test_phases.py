@@ -8,6 +8,7 @@ pytest.importorskip("vllm")
 
 from functools import cache
 
+import tiny_models
 from cases import Case, of_transformers, of_vllm, prompts, rewritten, shortfall
 
 LADDER, DESYNC, QUANTIZED = "prefill-ladder-upper-half", "prefill-desync-2x-sum", "prefill-int8"
@@ -23,8 +24,8 @@ ENDS = {
 }
 
 
-def phased(recipe, tp, eager=True, **others):
-    return Case("llama", recipe, tp, eager, settings=ENDS[recipe], **others)
+def phased(recipe, tp, eager=True, family="llama", **others):
+    return Case(family, recipe, tp, eager, settings=ENDS[recipe], **others)
 
 
 ALONE = phased(LADDER, 1, engine={"max_num_seqs": 1})  # chunks of one prompt, all of whose tokens are rewired
@@ -37,6 +38,10 @@ BF16 = phased(LADDER, 1, every=3, engine={"dtype": "bfloat16"})
 SHARED = (*ONE_RANK, *FAULTS, BF16)  # one process
 TURNS = [phased(LADDER, 1, engine={"max_num_seqs": 1}, fault=fault) for fault in (None, "unsalted")]
 TWO_RANKS = {recipe: [phased(recipe, 2, eager, every=3) for eager in (True, False)] for recipe in (LADDER, DESYNC)}
+# OLMo 2 has no layers of its own in vLLM; the original DeepSeek gives other tokens there than in transformers
+APART = ("llama", "olmo2", "deepseek_v3")
+OTHERS = [phased(LADDER, 1, family=f, every=3) for f in tiny_models.FAMILIES if f not in APART]
+EXPERTS = [phased(recipe, 2, family="qwen3_moe", every=3) for recipe in (LADDER, DESYNC)]
 PLUGIN = {"hf_overrides": {"architectures": ["RewriterLlamaForCausalLM"]}}  # as `rewrite serve` passes
 FEW_BITS = [phased(QUANTIZED, 2, engine=PLUGIN), phased(QUANTIZED, 2, False, engine=PLUGIN), phased(QUANTIZED, 2)]
 
@@ -58,8 +63,8 @@ def ran(root):
 @pytest.fixture(scope="module")
 def expected(root):
     @cache
-    def tokens(recipe, tp):
-        return of_transformers(rewritten(phased(recipe, tp), root), prompts())
+    def tokens(recipe, tp, family="llama"):
+        return of_transformers(rewritten(phased(recipe, tp, family=family), root), prompts(family))
 
     return tokens
 
@@ -67,7 +72,7 @@ def expected(root):
 def check(case, group, ran, expected):
     result = ran(tuple(group))[str(case)]
     assert "error" not in result, result["log"][-3000:]
-    assert result["tokens"] == expected(case.recipe, case.tp)
+    assert result["tokens"] == expected(case.recipe, case.tp, case.family)
     assert result["cached"] > 0
     assert "all-reduces of Rewriter" in result["log"]
     return result
@@ -84,6 +89,18 @@ def test_one_rank(case, ran, expected):
 @pytest.mark.parametrize("case", [case for group in TWO_RANKS.values() for case in group], ids=str)
 def test_two_ranks(case, ran, expected):
     check(case, TWO_RANKS[case.recipe], ran, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_every_family(case, ran, expected):
+    check(case, OTHERS, ran, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXPERTS, ids=str)
+def test_experts_on_two_ranks(case, ran, expected):
+    check(case, EXPERTS, ran, expected)
 
 
 @pytest.mark.parametrize("case", FAULTS, ids=str)
