@@ -73,7 +73,7 @@ def check(case, group, ran, expected):
     result = ran(tuple(group))[str(case)]
     assert "error" not in result, result["log"][-3000:]
     assert result["tokens"] == expected(case.recipe, case.tp, case.family)
-    assert result["cached"] > 0
+    assert result["cached"] > 0 or case is CROWDED  # where blocks have to go
     assert "all-reduces of Rewriter" in result["log"]
     return result
 
