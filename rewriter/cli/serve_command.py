@@ -97,7 +97,7 @@ def serve_command(
         return ServeCommand((*server, str(root), *trust, *arguments), (*notes, *healed))
     program, release = _vllm()
     ranks = _degree(root, manifest, tp)
-    words = (*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *arguments)
+    words = (*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *_as_quantized(root), *arguments)
     return ServeCommand(words, (*_notes_of_vllm(root, manifest, ranks, release), *healed))
 
 
@@ -201,6 +201,15 @@ def _plugin() -> bool:
     return any(chosen is None or name in chosen.split(",") for name in names)
 
 
+def _as_quantized(root: Path) -> list[str]:
+    """What lets vLLM quantize the sums of a checkpoint that keeps the source's own architecture: the plugin's name for
+    it."""
+    config = _config(root)
+    if not config.get("rewriter_quantized") or "rewriter_layers" in config or not _plugin():
+        return []
+    return ["--hf-overrides", json.dumps({"architectures": [f"Rewriter{name}" for name in config["architectures"]]})]
+
+
 # --- notes
 
 
@@ -224,7 +233,7 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, release: s
             "beside vLLM, or VLLM_PLUGINS leaves it out. Install rewriter there, or run the model by `rewrite generate`"
         )
     if manifest.quantized is not None:
-        notes.append(f"Messages of ranks are not quantized ({manifest.quantized.format}) there: vLLM sums exactly.")
+        notes.append(_quantized(root, manifest.quantized.format, plugin))
     if manifest.mesh.get("sp", 1) > 1:
         notes.append("Ranks do not share tokens there: vLLM shares heads and channels only.")
     if ranks == 1:
@@ -236,6 +245,16 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, release: s
             "leaves it out, and vLLM's Transformers backend waits for each.",
         ]
     return [*notes, _overlap(root)]
+
+
+def _quantized(root: Path, format: str, plugin: bool) -> str:
+    """A sentence on sums that travel quantized."""
+    entries = _config(root).get("rewriter_quantized")
+    if not plugin or not entries:
+        return f"Messages of ranks are not quantized ({format}) there: vLLM sums exactly."
+    least = min(entry["min_bytes"] for entry in entries)
+    tokens = "" if _config(root).get("rewriter_phase") is None else " of rewired tokens"
+    return f"Sums{tokens} of {least:,} bytes or more travel as {format}."
 
 
 def _overlap(root: Path) -> str:

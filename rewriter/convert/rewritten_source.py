@@ -30,7 +30,7 @@ from rewriter.weights import Checkpoint
 
 _OURS = (
     "auto_map", "rewriter_layers", "rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_pattern",
-    "rewriter_modes", "rewriter_phase",
+    "rewriter_modes", "rewriter_phase", "rewriter_quantized", "rewriter_exact",
 )  # fmt: skip
 _NOT_SOURCE = (MANIFEST, FORMER_GOLDEN)
 

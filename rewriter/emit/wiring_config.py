@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -12,10 +12,11 @@ from torch import fx
 
 from rewriter.ir import Program, args_of
 from rewriter.ir.layer_plan import layer_plans
-from rewriter.ir.marks import Mode
-from rewriter.ir.op_semantics import function_of, kind_of
+from rewriter.ir.marks import Mode, marks
+from rewriter.ir.op_semantics import function_of, kind_of, starts_sum
 from rewriter.ir.phases import prompt_phase
 from rewriter.ir.residual import Block, by_layer, is_add, is_scaling, read_index, residual_blocks, weighted_modules
+from rewriter.passes.phases import without_prompt_passes
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ def wiring_config(program: Program, bound: bool) -> dict[str, Any]:
     rewriter_norms: per layer, blocks that read it through another block's norm, with that one's name; only where some
     do. rewriter_pattern: per layer, the mode of each block by its name; rewriter_modes: the meaning of each mode. These
     two only where delays and norms do not say all. Where passes rewire the prompt alone, these describe rewired tokens,
-    and rewriter_phase says how many at a prompt's ends are exact: exact_tail and exact_head.
+    and rewriter_phase says how many at a prompt's ends are exact: exact_tail and exact_head. Where other passes rewire
+    exact tokens too, rewriter_exact has the same entries of theirs.
     """
     config: dict[str, Any] = {"rewriter_delays": _delays(program)}
     if any(norms := _shared_norms(program)):
@@ -43,7 +45,35 @@ def wiring_config(program: Program, bound: bool) -> dict[str, Any]:
         config |= {"rewriter_pattern": pattern_table(program), "rewriter_modes": meanings}
     if (phase := prompt_phase(program)) is not None:
         config["rewriter_phase"] = asdict(phase)
+        exact = wiring_config(without_prompt_passes(program), bound)
+        own_modes = not any(exact.get("rewriter_modes", {}).values()) and "rewriter_norms" not in exact
+        if not own_modes or any(map(any, exact["rewriter_delays"])):
+            config["rewriter_exact"] = exact
     return config
+
+
+def quantized_config(program: Program, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of config.json on a sharded program whose sums travel quantized, beside those of `config`.
+
+    rewriter_quantized: per format and min_bytes, the layers whose sums do, where not all do. Where the recipe keeps the
+    model's wiring, rewriter_delays say so, and rewriter_phase says which tokens' sums do, where not all tokens' do.
+    Empty where nothing is quantized, and where the wiring is of all tokens and quantization of the prompt alone: layers
+    of an engine tell tokens apart by one phase.
+    """
+    layers: dict[tuple[str, int], set[int]] = {}
+    for node in program.graph.nodes:
+        if starts_sum(node) and node.kwargs and (layer := marks(node).layer) is not None:
+            layers.setdefault((node.kwargs["format"], node.kwargs["min_bytes"]), set()).add(layer)
+    phase, rewired = prompt_phase(program), "rewriter_delays" in config
+    if not layers or (phase is not None and rewired and "rewriter_phase" not in config):
+        return {}
+    every = set(range(program.source.num_layers))
+    entries = [
+        {"format": format, "min_bytes": least} | ({} if of == every else {"layers": sorted(of)})
+        for (format, least), of in layers.items()
+    ]
+    own = {} if rewired else {"rewriter_delays": _delays(program)}
+    return own | {"rewriter_quantized": entries} | ({} if phase is None else {"rewriter_phase": asdict(phase)})
 
 
 def layer_modes(program: Program) -> list[tuple[BlockMode, ...]]:

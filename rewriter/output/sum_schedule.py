@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -27,18 +28,32 @@ class Sum(Enum):
 
 
 @dataclass(frozen=True)
+class Wire:
+    """How long messages of a sum travel: the `format` of those of `min_bytes` bytes or more, before quantization."""
+
+    format: str
+    min_bytes: int
+
+
+@dataclass(frozen=True)
 class SumStep:
     """One block. late: it reads the stream without what the block before it adds; own: but with this rank's own part of
-    that. factor: of what it adds. unreduced: the block itself leaves out its all-reduce."""
+    that. factor: of what it adds. wire: of its sum, None where that travels exact. unreduced: the block itself leaves
+    out its all-reduce."""
 
     late: bool
     own: bool
     sum: Sum
     factor: float = 1.0
+    wire: Wire | None = None
 
     @property
     def unreduced(self) -> bool:
-        return self.sum is not Sum.INSIDE
+        return self.sum is not Sum.INSIDE or self.wire is not None
+
+    @property
+    def summed(self) -> bool:
+        return self.sum not in (Sum.DROP, Sum.HOLD)
 
 
 @dataclass(frozen=True)
@@ -57,11 +72,16 @@ class SumSchedule:
     @property
     def summed(self) -> int:
         """The number of all-reduces."""
-        return sum(step.sum not in (Sum.DROP, Sum.HOLD) for layer in self.layers for step in layer)
+        return sum(step.summed for layer in self.layers for step in layer)
+
+    @property
+    def quantized(self) -> Counter[Wire]:
+        """The number of all-reduces that travel quantized, by how."""
+        return Counter(step.wire for layer in self.layers for step in layer if step.wire is not None and step.summed)
 
 
 def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> SumSchedule:
-    """The schedule of the model that `config` (of transformers) describes.
+    """The schedule of the model that `config` (of transformers) describes; that of rewired tokens, where it has others.
 
     `cuts` are the layers after which a pipeline stage ends, as the last: what is under way ends there. `mergeable`:
     sums of two blocks that nobody reads in between may be one, since nothing stands between a block's sum and the
@@ -70,8 +90,8 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
     delays = getattr(config, "rewriter_delays", None)
     if delays is None:
         raise Unsupported("config.json has no rewriter_delays: rewrite the model again with this version of rewriter")
-    if getattr(config, "rewriter_phase", None) is not None:
-        raise Unsupported("tokens of the prompt alone are rewired, and an engine's layers compute all tokens alike")
+    if getattr(config, "rewriter_exact", None) is not None:
+        raise Unsupported("passes of all tokens rewire those that passes of the prompt leave exact")
     labels = [tuple(layer.values()) for layer in getattr(config, "rewriter_pattern", None) or ()]
     modes: Mapping[str, Mapping[str, Any]] | None = getattr(config, "rewriter_modes", None)
     if labels and modes is None:
@@ -101,14 +121,25 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
         exact = mergeable and not label[place] and not label[min(place + 1, count - 1)]
         return exact and within and not late[place] and next_late(place) and not next_late(place + 1)
 
+    wires = _wires(getattr(config, "rewriter_quantized", None), len(delays))
     steps: list[list[SumStep]] = [[] for _ in delays]
     before = Sum.INSIDE
     for place in range(count):
         before = _sum(meaning[place].get("sum"), before, late[place], next_late(place), merges(place))
         own = late[place] and meaning[place].get("own_part", False)
-        steps[layer_of[place]].append(SumStep(late[place], own, before, meaning[place].get("factor", 1.0)))
+        layer, factor = layer_of[place], meaning[place].get("factor", 1.0)
+        steps[layer].append(SumStep(late[place], own, before, factor, wires[layer]))
     norms = tuple(getattr(config, "rewriter_norms", None) or [{}] * len(delays))
     return SumSchedule(tuple(map(tuple, steps)), norms, getattr(config, "rewriter_ranks", None))
+
+
+def _wires(said: Sequence[Mapping[str, Any]] | None, layers: int) -> list[Wire | None]:
+    """Of each layer, how its sums travel."""
+    wires: list[Wire | None] = [None] * layers
+    for entry in said or ():
+        for layer in entry.get("layers", range(layers)):
+            wires[layer] = Wire(entry["format"], entry["min_bytes"])
+    return wires
 
 
 def _sum(said: str | None, before: Sum, late: bool, next_late: bool, merges: bool) -> Sum:

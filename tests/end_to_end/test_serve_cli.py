@@ -145,6 +145,21 @@ def test_what_overlaps_is_said(
     assert "No all-reduce overlaps with computation: rewriter's plugin is not" in asked(capsys, ladder)[1]
 
 
+def test_a_checkpoint_whose_sums_are_quantized_goes_to_the_plugin(
+    source: Path, install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("vllm", "0.32.0", plugin=True)
+    out = converted(source, tmp_path, "prefill-int8", 2)
+    arguments, said = asked(capsys, out)
+    named = ["--hf-overrides", '{"architectures": ["RewriterLlamaForCausalLM"]}']
+    assert arguments == ["vllm", "serve", str(out), "--tensor-parallel-size", "2", *named]
+    assert "\nSums of rewired tokens of 1,048,576 bytes or more travel as int8.\n" in said
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    arguments, said = asked(capsys, out)
+    assert "--hf-overrides" not in arguments
+    assert "Messages of ranks are not quantized (int8) there: vLLM sums exactly." in said
+
+
 def test_a_bound_output_needs_the_plugin(
     bound: Path, install: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.api import convert
 from rewriter.convert.save_options import SaveOptions
+from rewriter.ir.phases import PromptPhase
 
 TOKENS = 64
 LORA_RANK = 8
@@ -56,9 +57,13 @@ class Case:
     eager: bool = True
     engine: dict[str, Any] = field(default_factory=dict, hash=False)
     adapted: bool = False  # by a LoRA
+    settings: tuple[tuple[str, Any], ...] = ()  # of the recipe
+    every: int | None = None  # steps of the engine between two requests; None: all come at once
+    fault: str | None = None  # put into the plugin
 
     def __str__(self) -> str:
-        extra = "-".join([*self.engine, *["lora"] * self.adapted])
+        extra = "-".join([*self.engine, *["lora"] * self.adapted, *["mixed"] * bool(self.every), self.fault or ""])
+        extra = extra.strip("-")
         return f"{self.family}-{self.recipe}-tp{self.tp}-{'eager' if self.eager else 'compiled'}{extra and '-' + extra}"
 
 
@@ -103,7 +108,7 @@ def rewritten(case: Case, root: Path) -> Path:
         if recipe == "mix":
             recipe = root / "mix.yaml"
             recipe.write_text(yaml.safe_dump(MIX))
-        convert(source, recipe, out=out, tp=case.tp, options=SaveOptions(verify="none"))
+        convert(source, recipe, out=out, tp=case.tp, set=dict(case.settings), options=SaveOptions(verify="none"))
     return out
 
 
@@ -157,15 +162,23 @@ def shortfall(directory: Path, asked: list[list[int]], made: list[list[int]]) ->
     """The most by which a token of `made` is below the best one's logit, for the model in `directory` in fp32."""
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32).eval()
     worst = 0.0
+    generated = hasattr(model.config, "rewriter_layers")
+    phase = getattr(model.config, "rewriter_phase", None) if generated else None
     for prompt, tokens in zip(asked, made, strict=True):
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        ids, own = torch.tensor([prompt + tokens]), {}
+        if phase is not None:
+            own["rewired"] = PromptPhase(**phase).rewired(ids.shape[1], prompt=len(prompt))
+        logits = model(ids, **own).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         worst = max(worst, (logits.amax(1) - chosen).amax().item())
     return worst
 
 
-def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
-    """What vLLM makes of each: {"tokens": …} or {"error": …}, and its log in "log".
+def of_vllm(
+    cases: list[Case], root: Path, given_prompts: dict[str, list[list[int]]] | None = None
+) -> list[dict[str, Any]]:
+    """What vLLM makes of each: {"tokens": …} or {"error": …}, and its log in "log". `given_prompts`, by recipe, take
+    the place of the eight.
 
     The engine runs in the process that asks, where it can: pipeline stages have one of their own.
     """
@@ -173,9 +186,11 @@ def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
     asked = [
         {
             "model": str(rewritten(case, root)),
-            "prompts": prompts(case.family),
+            "prompts": (given_prompts or {}).get(case.recipe) or prompts(case.family),
             "tokens": TOKENS,
             "adapter": str(lora_of(rewritten(case, root))) if case.adapted else None,
+            "every": case.every,
+            "fault": case.fault,
             "engine": {"tensor_parallel_size": case.tp, "enforce_eager": case.eager, "trust_remote_code": True}
             | SERVING
             | case.engine,

@@ -19,7 +19,7 @@ from rewriter.emit.files.kept_tensors import KeptTensors, kept_tensors
 from rewriter.emit.files.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.files.weights import cast_dtypes, changed_tensors, untied_tensors, weight_references, written_dtypes
 from rewriter.emit.manifest import mesh_of
-from rewriter.emit.wiring_config import sentences
+from rewriter.emit.wiring_config import quantized_config, sentences
 from rewriter.ir import Program
 from rewriter.output.manifest import FileHeader, PerRank, Runtime, SequenceEntry
 from rewriter.output.names import mesh_name
@@ -128,6 +128,7 @@ def plan(
     single = single_device(program)
     emitted, changed = emit_huggingface(single), changed_tensors(single, kept.shapes)
     config = kept.config(emitted.config)
+    config |= quantized_config(program, config)
     if target is not None:
         config["dtype"] = str(target).removeprefix("torch.")
     texts = {"config.json": _json(config)}

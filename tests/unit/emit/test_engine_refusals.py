@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.passes.desync import Desync
+from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 
@@ -55,6 +56,25 @@ def test_an_engine_is_refused_when_it_builds_a_bound_model(
     with pytest.raises(ValueError, match=rf"bound to tp=2: .*{engine} would share .*`rewrite serve DIR --tp 2`"):
         built(bound())
     assert built(emitted.emitted("llama", "all")).config._attn_implementation == engine
+
+
+@functools.cache
+def phased() -> Path:
+    path = emitted.source("llama").parent / "phased-in-engines"
+    rewired = Ladder(phase="prompt").apply(emitted.program("llama"))
+    emitted.write(emit_huggingface(rewired), emitted.source("llama"), path)
+    return path
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_is_refused_that_does_not_say_which_tokens_are_of_prompts(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, engine, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    config = AutoConfig.from_pretrained(phased(), trust_remote_code=True)
+    config._attn_implementation = engine
+    with torch.device("meta"), pytest.raises(ValueError, match=rf"rewires tokens of the prompt alone, and {engine}"):
+        AutoModel.from_config(config, trust_remote_code=True)
 
 
 # Pipelines

@@ -61,11 +61,11 @@ def test_own_partials_are_read_where_the_sum_is_late():
     ("config", "reason"),
     [
         (SimpleNamespace(), "has no rewriter_delays"),
-        (
-            SimpleNamespace(rewriter_delays=[[1, 1]], rewriter_phase={"exact_tail": 1, "exact_head": 0}),
-            "tokens of the prompt alone are rewired",
-        ),
         (SimpleNamespace(rewriter_delays=[[0, 2]]), "more than one block late"),
+        (
+            SimpleNamespace(rewriter_delays=[[0, 1]], rewriter_exact={"rewriter_delays": [[0, 1]]}),
+            "passes of all tokens rewire those that passes of the prompt leave exact",
+        ),
         (config_of([[0, 0]], [{"layer": "drop"}], {}), "do not fit"),
         (config_of([[0, 0]], [{"a": "drop", "b": "keep"}], None), "no rewriter_modes"),
         (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rewriter.output.sum_schedule import Sum, schedule_of
+from rewriter.output.sum_schedule import schedule_of
 from rewriter.runtime.serving.vllm import engine, sums
 from rewriter.runtime.serving.vllm.layer_form import form_of
 from rewriter.runtime.serving.vllm.rewired_layer import RewiredLayer
@@ -168,7 +168,7 @@ def rewired(layer_class, config, cuts=()):
     made_class = type("Rewired", (RewiredLayer, layer_class), {})
     previous = ()
     for layer, form, steps in zip(layers, forms, schedule.layers, strict=True):
-        if all(step.sum is Sum.INSIDE and not step.late and step.factor == 1.0 for step in steps):
+        if not any(step.unreduced or step.late or step.factor != 1.0 for step in steps):
             previous = ()
             continue
         for branch, step in zip(form.branches, steps, strict=True):
@@ -247,6 +247,25 @@ def test_compiled_layers_give_the_same(layer_class):
     compiled = torch.compile(lambda given: stream(layers, given), fullgraph=True, dynamic=True)
     for given in (x, x[:3], -x):
         torch.testing.assert_close(compiled(given), reference(layers, config, given))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("delays", [STANDARD, [[0, 1], [1, 1], [0, 0]]], ids=str)
+def test_long_messages_travel_quantized(delays, compiled, ranks):
+    sent = []
+    ranks.quantized_sum_now = lambda x, format: (sent.append((format, len(x))), x.mul_(ranks.count))[1]
+    wires = [{"format": "int8", "min_bytes": 4 * WIDTH * TOKENS}]
+    config = SimpleNamespace(rewriter_delays=delays, rewriter_quantized=wires)
+    layers, x = rewired(Paired, config), torch.randn(TOKENS, WIDTH)
+
+    def run(given):
+        return stream(layers, given)
+
+    run = torch.compile(run, fullgraph=True, dynamic=True) if compiled else run
+    for given in (x[:3], x):  # a short message, which travels exact, and a long one
+        assert not sent
+        torch.testing.assert_close(run(given), reference(layers, config, given))
+    assert sent == [("int8", TOKENS)] * 6
 
 
 def test_pieces_of_a_graph_sum_inline(ranks):

@@ -51,6 +51,13 @@ def tell_layers(model, layers):
             f"config.rewriter_phase is {phase}; expected exact_tail (1 or more) and exact_head: how many tokens at the "
             "end and at the beginning of a prompt are computed as in the original"
         )
+    engine = str(model.config._attn_implementation)
+    if engine.startswith(("vllm", "sglang")):
+        raise ValueError(
+            f"this checkpoint rewires tokens of the prompt alone, and {engine} packs pieces of prompts and generated "
+            "tokens into one call without saying which is which. Serve it by `rewrite serve DIR`, where rewriter's "
+            "plugin is installed beside vLLM, or with --engine transformers"
+        )
     model.argument_names = list(inspect.signature(model.forward).parameters)
     model.register_forward_pre_hook(tell_rewired, with_kwargs=True)
     for layer in layers:

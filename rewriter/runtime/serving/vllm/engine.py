@@ -11,6 +11,7 @@ class VllmEngine:
     """vLLM's group of tensor-parallel ranks, with the all-reduce that vLLM has chosen for it. On CPUs small sums go
     through sockets: begun without a thread, which would take the core that computes."""
 
+    rows: Any = None  # `phases.Rows` of the batch that runs now, where some of its tokens are rewired
     connected: Any = None  # the group whose small sums go through sockets, where they can
 
     @property
@@ -32,6 +33,12 @@ class VllmEngine:
         """The sum, on the current stream or in the current thread; it may overwrite `x`."""
         summed: Tensor = self.group._all_reduce_out_place(x)  # what vLLM's own operator calls
         return summed
+
+    def quantized_sum_now(self, x: Tensor, format: str) -> Tensor:
+        """The sum whose messages travel in `format`, as that of the runtime module: an all-to-all and an all-gather."""
+        from rewriter.runtime.quantized.launch import all_reduce_start
+
+        return all_reduce_start(x, self.group.device_group, format, wait=True).wait()
 
     def begin(self, x: Tensor) -> Any:
         """Begin the sum of a CPU tensor in place, without a thread: an object with `wait`; None where only a thread

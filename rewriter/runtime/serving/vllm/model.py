@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from rewriter.output.sum_schedule import Sum, SumSchedule, Unsupported, schedule_of
 from rewriter.runtime.serving.vllm.layer_form import form_of
+from rewriter.runtime.serving.vllm.phased_layer import PhasedLayer
+from rewriter.runtime.serving.vllm.phases import phase_of, tell_rows
 from rewriter.runtime.serving.vllm.rewired_layer import RewiredLayer
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
@@ -38,6 +41,8 @@ class RewrittenModel:
             native_init(vllm_config=vllm_config, prefix=prefix, **other)
             model.rewriter_ranks = rewire(model, vllm_config).ranks
         except Unsupported as reason:
+            if not is_generated(vllm_config):
+                return as_it_is(model, vllm_config, prefix, str(reason))
             return on_backend(vllm_config, prefix, str(reason))
         return model
 
@@ -78,6 +83,26 @@ def check_engine(vllm_config: VllmConfig) -> None:
         raise ValueError("rewriter: --enable-dbo runs two batches at once, whose sums would mix: leave it out")
 
 
+def is_generated(vllm_config: VllmConfig) -> bool:
+    """False for a checkpoint that keeps the source's own code: only its sums are quantized."""
+    return getattr(vllm_config.model_config.hf_config, "rewriter_layers", None) is not None
+
+
+def as_it_is(model: Any, vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
+    """vLLM's own model, whose sums are exact."""
+    logger.warning("rewriter: sums are not quantized, because %s", reason)
+    forget_layers(vllm_config)
+    own: Any = type(model).__bases__[1]
+    made: nn.Module = own(vllm_config=vllm_config, prefix=prefix)
+    return made
+
+
+def forget_layers(vllm_config: VllmConfig) -> None:
+    """Let vLLM forget the layers of the model that was begun."""
+    vllm_config.compilation_config.static_forward_context.clear()
+    vllm_config.compilation_config.static_all_moe_layers.clear()
+
+
 def on_backend(vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
     """The model on vLLM's Transformers backend, with the generated modeling file: right, without overlap."""
     from vllm.model_executor.models import transformers
@@ -88,11 +113,14 @@ def on_backend(vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
             f"rewriter: vLLM cannot serve this checkpoint ({name}), which is bound to its ranks, because {reason}. "
             "`rewrite generate` runs it"
         )
+    if phase_of(vllm_config.model_config.hf_config) is not None:
+        raise ValueError(
+            f"rewriter: vLLM cannot serve this checkpoint ({name}), which rewires tokens of the prompt alone, because "
+            f"{reason}. `rewrite generate` runs it"
+        )
     logger.warning("rewriter: nothing of %s overlaps: it runs on the Transformers backend, because %s", name, reason)
     with_generated_config(vllm_config)
-    compilation = vllm_config.compilation_config
-    compilation.static_forward_context.clear()  # the layers of the model that was begun
-    compilation.static_all_moe_layers.clear()
+    forget_layers(vllm_config)
     experts = vllm_config.model_config.get_num_experts() > 0
     backend = transformers.TransformersMoEForCausalLM if experts else transformers.TransformersForCausalLM
     model: nn.Module = backend(vllm_config=vllm_config, prefix=prefix)
@@ -123,12 +151,15 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
     cuts = [get_pp_indices(depth, stage, stages)[1] - 1 for stage in range(stages - 1)]  # last layers of stages
     schedule = schedule_of(config, cuts, mergeable)
     refuse_cuts(schedule, cuts, all(form.paired for form in forms.values()))
+    phased = phase_of(config) is not None
+    if phased:
+        tell_rows()
     previous: Any = None
     for index, layer in layers.items():
         form, steps = forms[index], schedule.layers[index]
         if len(steps) != len(form.branches):
             raise Unsupported(f"layer {index} has {len(form.branches)} blocks in vLLM and {len(steps)} in config.json")
-        if all(step.sum is Sum.INSIDE and not step.late and step.factor == 1.0 for step in steps):
+        if not any(step.unreduced or step.late or step.factor != 1.0 for step in steps):
             previous = None
             continue
         desynced = any(step.sum in (Sum.DROP, Sum.RESYNC_SUM, Sum.RESYNC_MEAN) for step in steps)
@@ -138,12 +169,19 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
             raise Unsupported(
                 "a pipeline stage begins where the stream is read late, and its layers hand on one tensor"
             )
-        for branch, step in zip(form.branches, steps, strict=True):
-            if step.unreduced:
-                leave_out(blocks[index][branch.path], f"layer {index}'s {branch.path}", schedule.ranks is not None)
+        bound = schedule.ranks is not None
+        exits = tuple(
+            only_exit(blocks[index][branch.path], f"layer {index}'s {branch.path}", bound) if step.unreduced else None
+            for branch, step in zip(form.branches, steps, strict=True)
+        )
         rewired: Any = layer
         layer_class: Any = type(layer)
-        rewired.__class__ = rewired_class(layer_class)
+        rewired.__class__ = rewired_class(layer_class, PhasedLayer if phased else RewiredLayer)
+        if phased:
+            rewired.own_form, rewired.exits = form, exits
+        else:
+            for leaving in filter(None, exits):
+                leaving.reduce(False)
         rewired.form = form.with_norms(schedule.norms[index]).with_factors([step.factor for step in steps])
         rewired.steps = steps
         rewired.previous = () if previous is None else (previous,)
@@ -152,12 +190,17 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
         "rewriter: %d of %d all-reduces of %s overlap with the next block",
         schedule.overlapped, schedule.summed, type(model).__name__,
     )  # fmt: skip
+    for wire, count in schedule.quantized.items():
+        logger.info(
+            "rewriter: %d of %d all-reduces travel as %s where they have %d bytes or more%s",
+            count, schedule.summed, wire.format, wire.min_bytes, ", of rewired tokens" if phased else "",
+        )  # fmt: skip
     return schedule
 
 
 @cache
-def rewired_class(layer_class: Any) -> type[nn.Module]:
-    return type(f"Rewired{layer_class.__name__}", (RewiredLayer, layer_class), {"__module__": layer_class.__module__})
+def rewired_class(layer_class: Any, mixed_in: Any) -> type[nn.Module]:
+    return type(f"Rewired{layer_class.__name__}", (mixed_in, layer_class), {"__module__": layer_class.__module__})
 
 
 def decoder_layers(model: nn.Module, count: int) -> dict[int, nn.Module]:
@@ -204,21 +247,34 @@ def blocks_of(layer: nn.Module) -> Mapping[str, list[nn.Module]]:
     return {name: exits for name, child in layer.named_children() if (exits := _exits(child))}
 
 
-def leave_out(exits: list[nn.Module], where: str, bound: bool) -> None:
-    """Let the block return a rank's part of its sum. Raises Unsupported where it sums in more than one place, and where
-    a `bound` model would need a bias on every rank."""
+@dataclass(frozen=True)
+class Exit:
+    """The module in a block that sums over ranks."""
+
+    module: Any
+
+    def reduce(self, yes: bool) -> None:
+        """Let the block sum, or return a rank's part of its sum."""
+        if isinstance(self.module, RowParallelLinear):
+            self.module.reduce_results = yes
+        else:
+            self.module.moe_config.skip_final_all_reduce = not yes
+
+
+def only_exit(exits: list[nn.Module], where: str, bound: bool) -> Exit:
+    """The exit of a block. Raises Unsupported where it sums in more than one place, and where a `bound` model would
+    need a bias on every rank."""
     if len(exits) != 1:
         raise Unsupported(f"{where} sums over ranks in {len(exits)} places")
     (one,) = exits
     if isinstance(one, RowParallelLinear):
         if bound and one.bias is not None:
             raise Unsupported(f"{where} has a bias, and the model's ranks go on with their own parts of the sum")
-        one.reduce_results = False
-        return
+        return Exit(one)
     config: Any = one.moe_config
     if config.is_sequence_parallel or config.moe_parallel_config.use_all2all_kernels:
         raise Unsupported(f"the experts of {where} are not tensor-parallel: give no expert parallelism")
-    config.skip_final_all_reduce = True
+    return Exit(one)
 
 
 def _exits(block: nn.Module) -> list[nn.Module]:

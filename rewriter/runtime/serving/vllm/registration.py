@@ -8,11 +8,15 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.model_executor.models import ModelRegistry
 
+from rewriter.runtime.serving.vllm.phases import keep_cached_blocks_apart, use_known_runner
+
 PREFIX, TYPE_PREFIX = "Rewriter", "rewriter_"  # of what is emitted
 
 
 def register_all() -> None:
     """Every architecture that vLLM has layers for. Nothing of a model is imported before it is loaded."""
+    keep_cached_blocks_apart()
+    use_known_runner()
     native = {name for name, known in ModelRegistry.models.items() if not _on_backend(known)}
     for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         name = PREFIX + architecture

@@ -94,14 +94,15 @@ class RewiredLayer(nn.Module):
         added."""
         match step.sum:
             case Sum.INSIDE:
+                output = output if step.wire is None else sums.total(output, step.wire)
                 state.ready = (*state.ready, self.passed(output, after))
             case Sum.BEGIN:
-                state.token, state.stream = sums.begin(output, state.stream)
+                state.token, state.stream = sums.begin(output, state.stream, step.wire)
                 state.own = output
             case Sum.STEP | Sum.DRAIN:
                 assert state.token is not None
                 assert of_last is not None
-                last, token = sums.step(output, state.token)
+                last, token = sums.step(output, state.token, step.wire)
                 state.ready, state.token, state.own = (*state.ready, of_last(last)), token, output
                 if step.sum is Sum.DRAIN:
                     state.ready = (*state.ready, self.passed(sums.finish(token, output), after))
@@ -110,18 +111,18 @@ class RewiredLayer(nn.Module):
                 state.held = output
             case Sum.BOTH:
                 assert state.held is not None
-                total = engine.engine.all_reduce(state.held + output)
+                total = sums.total(state.held + output, step.wire)
                 state.ready, state.held = (*state.ready, self.passed(total, after)), None
             case _:
-                self.desynced(step.sum, state, self.passed(output, after))
+                self.desynced(step, state, self.passed(output, after))
 
-    def desynced(self, kind: Sum, state: State, part: Tensor) -> None:
+    def desynced(self, step: SumStep, state: State, part: Tensor) -> None:
         """Desynced Residual (arXiv 2501.06589, section 5): what the rank adds alone, and how ranks agree again."""
         drift = part if state.drift is None else state.drift + part
-        if kind is Sum.DROP:
+        if step.sum is Sum.DROP:
             state.drift = drift
-        elif kind is Sum.RESYNC_SUM:
-            state.ready, state.drift = (*state.ready, engine.engine.all_reduce(drift)), None
+        elif step.sum is Sum.RESYNC_SUM:
+            state.ready, state.drift = (*state.ready, sums.total(drift, step.wire)), None
         else:
             state.stream = plus(state.stream, state.ready)
             state.ready, ranks = (), engine.engine.ranks()
