@@ -269,8 +269,8 @@ def test_a_resumed_run_sees_the_same_prompts(tmp_path: Path, monkeypatch: pytest
     from rewriter.adapt.loop import AdaptTrainer, read_metrics
 
     files = (adapted.directory("prompt-ladder"), adapted.text_file(), adapted.text_file(20, 1))
-    options: dict[str, Any] = {"files": files, "method": "distill", "settings": {"save_steps": 2}}
-    run(tmp_path / "whole", **{**options, "settings": {"save_steps": 2}})
+    options: dict[str, Any] = {"files": files, "method": "distill", "train": "all"}
+    run(tmp_path / "whole", settings={"save_steps": 2}, **options)
     step, calls = AdaptTrainer.training_step, []
 
     def stopped(self: AdaptTrainer, *args: Any, **kwargs: Any) -> Tensor:
@@ -281,9 +281,9 @@ def test_a_resumed_run_sees_the_same_prompts(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(AdaptTrainer, "training_step", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "out", **{**options, "settings": {"save_steps": 2}})
+        run(tmp_path / "out", settings={"save_steps": 2}, **options)
     monkeypatch.undo()
-    run(tmp_path / "out", resume=True, **{**options, "settings": {"save_steps": 2}})
+    run(tmp_path / "out", resume=True, settings={"save_steps": 2}, **options)
     ours, theirs = (read_metrics(tmp_path / name / "training") for name in ("out", "whole"))
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
 
