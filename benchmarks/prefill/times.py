@@ -1,7 +1,7 @@
 """Time to the first token over slow links: ranks of `rewrite`'s outputs in network namespaces of their own.
 
     sudo python -m benchmarks.prefill.times models/gemma3 --tp 2 [--length 512 --length 2048] [--record]
-    sudo python -m benchmarks.prefill.times --random --tp 2 --record      # a Llama with wide layers, random weights
+    sudo python -m benchmarks.prefill.times --random --tp 2 --record      # a Llama of 8 layers, random weights
 
 Rates of the link: 0.1 and 1 Gb/s, and that at which the sums of a prompt of the standard model take three times as long
 as its computation, as on PCIe. `standard` is the recipe tensor-parallel. The recipes take turns within one start of the
@@ -41,6 +41,7 @@ RECIPES = (
     "prefill-desync-4x-sum", "prefill-desync-2x-sum-int8",
 )  # fmt: skip
 STANDARD = RECIPES[0]
+LINKS = ("0.1 Gb/s", "1 Gb/s", "as on PCIe")
 UNLIMITED = 4e9  # bytes a second
 AS_ON_PCIE = 3.0  # seconds of sums by those of computation
 GIGABIT = 125e6
@@ -100,9 +101,9 @@ def prepared(model: Path, directory: Path, recipes: Sequence[str], tp: int) -> d
 
 
 def random_llama(directory: Path) -> Path:
-    """A Llama of 8 layers of width 1,024, written with random weights: blocks long against a round trip."""
+    """A Llama of 8 layers of width 768, written with random weights: blocks long against a round trip."""
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12, num_key_value_heads=6,
         vocab_size=4096, max_position_embeddings=16384, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -110,7 +111,7 @@ def random_llama(directory: Path) -> Path:
     return directory
 
 
-def measured(bench: Bench, console: Console) -> dict[str, Any]:
+def measured(bench: Bench, links: Sequence[str], console: Console) -> dict[str, Any]:
     """Times by rate of the link."""
     unlimited = bench.times(UNLIMITED, list(bench.outputs), steps=STEPS)
     free = bench.medians(unlimited)[STANDARD]
@@ -121,13 +122,14 @@ def measured(bench: Bench, console: Console) -> dict[str, Any]:
     sent = (
         (2 * layers["num_hidden_layers"] + 1) * longest * layers["hidden_size"] * size * 2 * (bench.tp - 1) / bench.tp
     )
-    rates = {"0.1 Gb/s": GIGABIT / 10, "1 Gb/s": GIGABIT, "as on PCIe": sent / (AS_ON_PCIE * free[longest])}
+    rates = {LINKS[0]: GIGABIT / 10, LINKS[1]: GIGABIT, LINKS[2]: sent / (AS_ON_PCIE * free[longest])}
     steps = {n: statistics.median(map(max, *(rank["steps"][n] for rank in unlimited))) for n in bench.outputs}
     console.print(
         "a decode step, as a share of standard's:", {n: round(s / steps[STANDARD], 3) for n, s in steps.items()}
     )
     found: dict[str, Any] = {"without a limit": bench.medians(unlimited), "decode step": steps}
-    for name, rate in rates.items():
+    for name in links:
+        rate = rates[name]
         found[name] = bench.medians(bench.times(rate, list(bench.outputs)))
         standard = found[name][STANDARD][longest]
         if name == "as on PCIe" and abs(standard / free[longest] - 1 - AS_ON_PCIE) > 0.3:  # what is not bytes
@@ -158,6 +160,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--length", type=int, action="append", help="tokens of a prompt (default 512, 2,048 and 8,192)")
     parser.add_argument("--recipe", action="append")
+    parser.add_argument("--link", action="append", choices=LINKS)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dtype", default="float32", help="of weights and messages")
     parser.add_argument("--record", action="store_true", help="add what is found to record.json, and write the page")
@@ -176,7 +179,7 @@ def main() -> int:
             vocabulary = vocabulary_size(read_json(model / "config.json", "")) or 256
             with Link() if given.tp == 2 else Bridge(given.tp) as link:
                 bench = Bench(outputs, vocabulary, link, given.tp, sorted(lengths), given.repetitions, given.dtype)
-                found = measured(bench, console)
+                found = measured(bench, given.link or LINKS, console)
     except (LinkError, RewriterError) as error:
         console.print(f"error: {error}", style="red", markup=False)
         return 2
