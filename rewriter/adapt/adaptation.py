@@ -112,7 +112,8 @@ def adapt(
         )
     count = len(rows.rows)  # type: ignore[arg-type]
     width = stream_width(opened.config) or WIDTH
-    settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device)
+    both = phase is not None and not chosen.prompt_weights
+    settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device, both)
     run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, context)
     described = {
         "checkpoint": Checkpoint.open(opened.root).fingerprint(),

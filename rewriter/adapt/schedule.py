@@ -37,6 +37,9 @@ WIDTH = 1_024
 _TOKENS = (24_576, 400_000, 1_000_000, 33_000_000, 3_000_000_000)
 _STEP = (512, 1_024, 2_048, 16_384, 131_072)
 _RATE = (2.8e-4, 1.8e-4, 1.5e-4, 5e-5, 2e-5)
+BOTH_PHASES = (
+    0.2  # of the rate, for weights that serve an exact phase too, which higher ones take away from the original
+)
 HIGHEST_RATE = 5e-4  # of a narrow model: examples/tiny-llama (width 192) learns less with twice as much
 WIDE_ENOUGH = 512  # for bf16 on a CPU: narrower matrices lose more in casts than their products gain
 
@@ -53,10 +56,11 @@ class RunSizes:
 
 @dataclass(frozen=True)
 class Budget:
-    """A run of `tokens` for a model with a stream of `width`."""
+    """A run of `tokens` for a model with a stream of `width`. `both_phases`: it has rewired and exact tokens."""
 
     tokens: int
     width: int = WIDTH
+    both_phases: bool = False
 
     @property
     def step(self) -> int:
@@ -74,7 +78,8 @@ class Budget:
     @property
     def rate(self) -> float:
         """The highest learning rate, to two digits."""
-        return float(f"{min(HIGHEST_RATE, _between(self.tokens, _RATE) * WIDTH / self.width):.2g}")
+        highest = min(HIGHEST_RATE, _between(self.tokens, _RATE) * WIDTH / self.width)
+        return float(f"{highest * (BOTH_PHASES if self.both_phases else 1):.2g}")
 
     def settings(self, device: torch.device) -> dict[str, Any]:
         """The Trainer's settings, the warm-up apart, which depends on the steps that are done."""
@@ -114,13 +119,15 @@ def plan(
     width: int,
     replicas: int,
     device: torch.device,
+    both_phases: bool = False,
 ) -> tuple[dict[str, Any], RunSizes]:
     """The Trainer's settings, and the sizes that follow: from the tokens of the run, or from the recipe's `adapt`
     section (else the paper's), and above all from what the options set. The data are `rows` of `length` tokens, the
-    model's stream is `width` wide. Raises RewriterError where rows cannot be divided over ranks."""
+    model's stream is `width` wide; `both_phases`: its weights serve rewired and exact tokens. Raises RewriterError
+    where rows cannot be divided over ranks."""
     given = options.settings
     if options.budgeted:
-        settings, sizes = _budgeted(adapt, options, rows, length, width, replicas, device)
+        settings, sizes = _budgeted(adapt, options, rows, length, width, replicas, device, both_phases)
     else:
         settings = dict(DEFAULTS)
         if adapt is not None:
@@ -142,6 +149,7 @@ def _budgeted(
     width: int,
     replicas: int,
     device: torch.device,
+    both_phases: bool = False,
 ) -> tuple[dict[str, Any], RunSizes]:
     """Settings and sizes by the tokens of the run, without the settings that the options give."""
     given, tokens = dict(options.settings), tokens_of_run(options, rows * length)
@@ -153,7 +161,7 @@ def _budgeted(
     sizes = schedule(given, adapt, rows, replicas, batch)
     if not given.get("max_steps", 0) > 0:
         sizes = replace(sizes, steps=max(1, tokens // (sizes.batch * length)))
-    done = Budget(sizes.steps * sizes.batch * length, width)
+    done = Budget(sizes.steps * sizes.batch * length, width, both_phases)
     settings = {**DEFAULTS, **done.settings(device), "warmup_steps": math.ceil(WARMUP * sizes.steps)}
     if "lr_scheduler_type" in given:
         del settings["lr_scheduler_kwargs"]  # of another schedule

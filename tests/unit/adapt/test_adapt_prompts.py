@@ -27,7 +27,7 @@ from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.prompt_weights import Prefilled, require_keys
 from rewriter.adapt.prompts import EXACT_ROWS, PromptRows, phase_of
 from rewriter.adapt.ranks import RunRanks
-from rewriter.adapt.schedule import schedule
+from rewriter.adapt.schedule import plan, schedule
 from rewriter.adapt.token_rows import load_rows
 from rewriter.check.drift import load_tokenizer
 from rewriter.convert.rewritten_source import open_output, source_config
@@ -304,6 +304,13 @@ def test_layers_below_are_computed_once_for_rewired_tokens_too(recipe: str) -> N
         for t in (None, trunk)
     ]
     assert torch.allclose(*losses, rtol=1e-5)
+
+
+def test_weights_of_both_phases_have_a_lower_rate() -> None:
+    options = AdaptOptions(method="distill", tokens=24_576)
+    given: dict[str, Any] = {"rows": 96, "length": 256, "width": 576, "replicas": 1, "device": torch.device("cpu")}
+    rates = [plan(None, options, **given, both_phases=both)[0]["learning_rate"] for both in (False, True)]
+    assert rates == [5e-4, 1e-4]
 
 
 def test_the_original_of_a_phased_output_has_no_phase() -> None:
