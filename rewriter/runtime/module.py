@@ -129,7 +129,7 @@ class RuntimeModel(nn.Module):
                 segment_ids=ctx.segment_ids,
                 first_valid=ctx.first_valid,
                 position_ids=position_ids_BS,
-                rewired=rewired if isinstance(rewired, Tensor) else None,
+                **({} if self.phase is None else {"rewired": rewired if isinstance(rewired, Tensor) else None}),
             )
         if torch.is_grad_enabled():
             sum_gradients(self)

@@ -18,6 +18,7 @@ from rewriter.emit.module import emit_runtime_module
 from rewriter.explain.inspection import inspect
 from rewriter.ir import Program
 from rewriter.ir.communication import by_place, collectives, summary
+from rewriter.passes.phases import exact_wiring
 from rewriter.passes.sequence.distributed_attention import wire_bytes
 from rewriter.passes.sequence.sequence_plans import attention_shapes, sequence_plan
 from rewriter.recipes.apply import apply_recipe, load_recipe
@@ -63,6 +64,17 @@ HIDDEN = {
 }
 # Bytes of a quantized token, codes and half of the scale of a block of 128, where they are not 4 per channel.
 PAYLOAD = {"tensor-parallel-int8": 64 + 1, "tensor-parallel-int4": 32 + 1, "ladder-int8": 64 + 1}
+
+
+# The same of tokens that are rewired, where those of the prompt alone are; exact ones have a standard model's.
+PROMPT = {
+    "prefill-ladder-upper-half": (2 * LAYERS, 6),
+    "prefill-ladder": (2 * LAYERS, 2 * LAYERS - 1),
+    "prefill-desync-2x-sum": (LAYERS, 0),
+    "prefill-desync-4x-sum": (3, 0),
+    "prefill-int8": (2 * LAYERS, 0),
+    "prefill-desync-2x-sum-int8": (LAYERS, 0),
+}
 
 
 @functools.cache
@@ -169,7 +181,37 @@ def compare_over_tokens(family: str, recipe: str) -> None:
 
 
 def test_every_recipe_of_the_library_is_expected_here() -> None:
-    assert EXPECTED.keys() == library().keys()
+    assert EXPECTED.keys() | PROMPT.keys() == library().keys()
+
+
+def counted_by_phase(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
+    """Per case, the bytes of each all-reduce of a pass over rewired tokens and of one over exact ones."""
+    from rewriter.runtime import Context, record_events
+
+    results = []
+    for source, tensors, ties in cases:
+        model, found = build(source, tensors[group.rank()], ties, group), []
+        for rewired in (True, False):
+            with torch.no_grad(), record_events() as events:
+                model(ids, ctx=Context(rewired=rewired))
+            found.append([e.bytes for e in events if e.kind == "start"])
+        results.append(found)
+    return results
+
+
+def test_collectives_of_both_phases_are_those_of_the_report() -> None:
+    programs = {recipe: rewritten("qwen3", recipe) for recipe in PROMPT}
+    cases = [runtime_case(program, weights("qwen3")) for program in programs.values()]
+    ids = zoo.batch(BATCH, LENGTH, zoo.shared("qwen3").config.vocab_size)
+    for rank in run_ranks(counted_by_phase, RANKS, cases, ids):
+        for (recipe, program), (rewired, exact) in zip(programs.items(), rank, strict=True):
+            for started, wiring in ((rewired, program), (exact, exact_wiring(program))):
+                sums = [c.exact_bytes_per_token for c in collectives(wiring) if c.kind == "all-reduce"]
+                assert sorted(started) == sorted(BATCH * LENGTH * size for size in sums)
+            blocks = by_place(collectives(program))["block"]
+            assert (blocks.collectives, blocks.hidden) == PROMPT[recipe]
+            standard = by_place(collectives(exact_wiring(program)))["block"]
+            assert (standard.collectives, standard.hidden) == (2 * LAYERS, 0)
 
 
 @pytest.mark.parametrize("recipe", sorted(EXPECTED))
