@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from benchmarks.support.line_chart import line_chart
+from benchmarks.support.record import Record, Run
 
 HERE = Path(__file__).resolve().parent
 RECORD, TEMPLATE = HERE / "record.json", HERE / "page.md"
 DOCS = HERE.parents[1] / "docs"
 PAGE, CHART = DOCS / "results" / "adaptation.md", DOCS / "figures" / "healing.svg"
+KEYS = ("model", "recipe", "way", "tokens", "tp")  # of a run
 SMOOTHED = 12  # points of a curve: each is the mean of so many parts of the run
 SLOWEST = "all weights, fp32"
 FIRST = "smollm2"  # the model of runs whose line in the drawing names none
 
-Run = dict[str, Any]
-
 
 def add(kind: str, found: Run) -> None:
     """Put what was found into the record, in place of an older one of the same run."""
-    record = read()
-    record[kind] = [entry for entry in record.get(kind, []) if _key(entry) != _key(found)] + [found]
-    keep(record)
+    Record(RECORD, KEYS).add(kind, found)
 
 
 def keep(record: dict[str, list[Run]]) -> None:
-    """Write the record: JSON with one line for each run, in the order of what identifies them."""
-    kinds = []
-    for kind, found in sorted(record.items()):
-        lines = [json.dumps(entry, ensure_ascii=False) for entry in sorted(found, key=_order)]
-        kinds.append(f"{json.dumps(kind)}: [\n" + ",\n".join(lines) + "\n]")
-    RECORD.write_text("{\n" + ",\n".join(kinds) + "\n}\n", encoding="utf-8")
+    """Write the record."""
+    Record(RECORD, KEYS).keep(record)
 
 
 def read() -> dict[str, list[Run]]:
-    """What is recorded, by kind: "runs" of `rewrite adapt`, and "steps" that were timed."""
-    found: dict[str, list[Run]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
-    return found
-
-
-def _key(entry: Run) -> tuple[Any, ...]:
-    return tuple(entry.get(name) for name in ("model", "recipe", "way", "tokens", "tp"))
-
-
-def _order(entry: Run) -> list[tuple[bool, Any]]:
-    return [(value is not None, value) for value in _key(entry)]
+    """The record, by kind: "runs" of `rewrite adapt`, and "steps" that were timed."""
+    return Record(RECORD, KEYS).read()
 
 
 def write() -> None:

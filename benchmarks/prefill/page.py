@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.support.record import Record, Run
 from rewriter.common.svg import number, rectangle, text
 
 HERE = Path(__file__).resolve().parent
-RECORD, TEMPLATE = HERE / "record.json", HERE / "page.md"
+TEMPLATE = HERE / "page.md"
 DOCS = HERE.parents[1] / "docs"
 PAGE, CHART = DOCS / "results" / "prefill.md", DOCS / "figures" / "prefill.svg"
-KEYS = ("model", "text", "recipe", "tp", "prompt", "dtype")
 LINK = "as on PCIe"
 STANDARD = "tensor-parallel"
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 380, 64, 48
 
-Entry = dict[str, Any]
-
-
-def add(kind: str, found: Entry) -> None:
-    """Put what was found into the record, in place of an older one of the same run."""
-    record = read()
-    record[kind] = [entry for entry in record.get(kind, []) if _key(entry) != _key(found)] + [found]
-    kinds = []
-    for name, entries in sorted(record.items()):
-        lines = [json.dumps(entry) for entry in sorted(entries, key=lambda entry: str(_key(entry)))]
-        kinds.append(f"{json.dumps(name)}: [\n" + ",\n".join(lines) + "\n]")
-    RECORD.write_text("{\n" + ",\n".join(kinds) + "\n}\n", encoding="utf-8")
-
-
-def read() -> dict[str, list[Entry]]:
-    """What is recorded, by kind: "quality" and "times"."""
-    found: dict[str, list[Entry]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
-    return found
+RECORD = Record(HERE / "record.json", ("model", "text", "recipe", "tp", "prompt", "dtype"))
 
 
 def write() -> None:
     """The page and its drawing."""
-    record = read()
+    record = RECORD.read()
     template = TEMPLATE.read_text(encoding="utf-8")
     parts = {"quality": quality(record.get("quality", [])), "times": times(record.get("times", []))}
     PAGE.write_text(template.format(**parts), encoding="utf-8")
     CHART.write_text(chart(record.get("quality", []), record.get("times", [])), encoding="utf-8")
 
 
-def quality(entries: Sequence[Entry]) -> str:
+def quality(entries: Sequence[Run]) -> str:
     """Tables of loss, KL and top-1, one for each model and length of prompts."""
     tables = []
     for group in sorted({(e["model"], e["text"], e["tp"], e["prompt"]) for e in entries}):
@@ -70,11 +51,11 @@ def quality(entries: Sequence[Entry]) -> str:
     return "\n\n".join(tables)
 
 
-def _cell(found: Entry, original: float) -> str:
+def _cell(found: Run, original: float) -> str:
     return f"{found['loss'] / original - 1:+.1%}, {found['kl']:.3f}, {found['top1']:.2f}"
 
 
-def times(entries: Sequence[Entry]) -> str:
+def times(entries: Sequence[Run]) -> str:
     """Tables of times to the first token, one for each model and link."""
     tables = []
     for entry in entries:
@@ -99,7 +80,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def chart(qualities: Sequence[Entry], timed: Sequence[Entry]) -> str:
+def chart(qualities: Sequence[Run], timed: Sequence[Run]) -> str:
     """Every recipe a point: its time to the first token as a share of standard's, and its KL; all tokens too."""
     points: list[tuple[str, float, float, str]] = []
     shares: dict[str, float] = {}
@@ -150,10 +131,6 @@ def drawn(points: Sequence[tuple[str, float, float, str]]) -> str:
         + "\n".join(parts)
         + "\n</svg>\n"
     )
-
-
-def _key(entry: Entry) -> tuple[Any, ...]:
-    return tuple(entry.get(name) for name in KEYS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What rewiring the prompt costs before any training, beside rewiring all tokens: loss, KL and top-1 of what follows.
+"""The cost of rewiring the prompt before any training, beside rewiring all tokens: loss, KL and top-1 of what follows.
 
     python examples/real_models.py smollm2-135m-instruct models/smollm2
     python -m benchmarks.prefill.quality models/smollm2 --tp 3 --record
@@ -49,7 +49,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is measured on: a model's original, its weights and its windows int64 [N, T]."""
+    """A model's original, its weights and the windows int64 [N, T] that are measured on."""
 
     original: Program
     weights: Mapping[str, Tensor]
@@ -126,7 +126,7 @@ def main() -> None:
             rise = quality["loss"] / record["original_loss"] - 1
             print(f"{record['recipe']:28s} {way:16s} {rise:+7.1%} KL {quality['kl']:.3f} top-1 {quality['top1']:.3f}")
         if given.record:
-            page.add("quality", record)
+            page.RECORD.add("quality", record)
     if given.record:
         page.write()
 

@@ -62,7 +62,7 @@ class Bench:
     dtype: str
 
     def times(self, rate: float, outputs: Sequence[str], steps: int = 0) -> list[dict[str, Any]]:
-        """What each rank found at this rate, in bytes a second."""
+        """The results of each rank at this rate, in bytes a second."""
         self.link.set_rate(rate)
         cores = sorted(os.sched_getaffinity(0))
         spec = {
@@ -185,7 +185,9 @@ def main() -> int:
         return 2
     if given.record:
         date = time.strftime("%Y-%m-%d")
-        page.add("times", {"model": model.name, "tp": given.tp, "dtype": given.dtype, "date": date, "links": found})
+        page.RECORD.add(
+            "times", {"model": model.name, "tp": given.tp, "dtype": given.dtype, "date": date, "links": found}
+        )
         page.write()
     return 0
 

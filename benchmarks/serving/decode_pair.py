@@ -10,22 +10,15 @@ the ratios of neighbouring steps to the first engine's, ± a standard error.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-for name, value in {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}.items():
-    os.environ.setdefault(name, value)
+from benchmarks.serving.vllm_settings import set_up
+
+set_up(VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 SEQUENCES, FIRST = 4, 40  # steps before the first that counts
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.vllm_settings import set_up
 from benchmarks.serving.workload import PROMPT, SEQUENCES, STEPS, Asked, Late, Tokens, asked, prompts, serve
 
-for name, value in {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "PYTHONPATH": str(Path(__file__).parents[2]),  # of workers
-}.items():
-    os.environ.setdefault(name, value)
+set_up(PYTHONPATH=str(Path(__file__).parents[2]))  # of workers
 
 _delay = 0.0
 

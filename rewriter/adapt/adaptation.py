@@ -182,7 +182,7 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
 
 
 def _judged(run: Run, trained: Model, theirs: Model | None) -> Model:
-    """What computes the rows to evaluate on: the trained model, or the original that reads its keys and values."""
+    """The model that evaluates rows: the trained one, or the original that reads its keys and values."""
     if not run.options.prompt_weights:
         return trained
     assert theirs is not None

@@ -235,7 +235,7 @@ def _as_alone(model: Any, ids_S: Tensor, packed_SV: Tensor) -> bool:
 
 
 def _every_other(model: Any, positions_BS: Tensor) -> dict[str, Tensor]:
-    """Where a model rewires some tokens alone, every other one of a segment: the same ones wherever it stands."""
+    """Every other token of a segment, where a model rewires some alone: the same ones wherever it stands."""
     return {REWIRED: positions_BS % 2 == 1} if takes_rewired(model) else {}
 
 

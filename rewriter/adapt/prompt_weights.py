@@ -42,7 +42,7 @@ def require_keys(config: Any) -> None:
 
 
 def keys_and_values(module: nn.Module, ids_BS: Tensor, rewired_BS: Tensor | None, cache: Any = None) -> KeysAndValues:
-    """What a causal LM of transformers leaves in its cache of the tokens `ids_BS`, int64; layers without any are left
+    """The cache that a causal LM of transformers leaves of the tokens `ids_BS`, int64; layers without any are left
     out. `rewired_BS` (bool) for a model that rewires some tokens alone."""
     cache = DynamicCache() if cache is None else cache
     body = cast(Any, base_of(module).base_model)

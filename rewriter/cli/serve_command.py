@@ -202,8 +202,7 @@ def _plugin() -> bool:
 
 
 def _as_quantized(root: Path) -> list[str]:
-    """What lets vLLM quantize the sums of a checkpoint that keeps the source's own architecture: the plugin's name for
-    it."""
+    """Options that let vLLM quantize the sums of a checkpoint with the source's own architecture: the plugin's name."""
     config = _config(root)
     if not config.get("rewriter_quantized") or "rewriter_layers" in config or not _plugin():
         return []

@@ -29,7 +29,7 @@ class Sum(Enum):
 
 @dataclass(frozen=True)
 class Wire:
-    """How long messages of a sum travel: the `format` of those of `min_bytes` bytes or more, before quantization."""
+    """Long messages of a sum: the `format` of those of `min_bytes` bytes or more, before quantization."""
 
     format: str
     min_bytes: int

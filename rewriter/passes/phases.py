@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,13 +86,9 @@ def both_wirings(program: Program) -> Program:
 
 def for_all_tokens(program: Program) -> Program:
     """`program` with its passes of the prompt applied to all tokens."""
-    made = _traced(program)
-    for entry in program.history:
-        rewrite = entry.rewrite
-        if is_phased(rewrite):
-            rewrite = replace(rewrite, phase="all", exact_tail=1, exact_head=0)
-        made = rewrite.apply(made)
-    return made
+    rewrites = [entry.rewrite for entry in program.history]
+    of_all = {"phase": "all", "exact_tail": 1, "exact_head": 0}
+    return _applied(_traced(program), [replace(r, **of_all) if is_phased(r) else r for r in rewrites])
 
 
 def with_short_ends(rewrite: Any) -> Any:
@@ -113,11 +109,13 @@ def rewired_wiring(program: Program) -> Program:
 
 def _without(program: Program, left_out: Callable[[Any], bool]) -> Program:
     """The passes of `program` but some, applied to the program as traced."""
-    made = _traced(program)
-    for entry in program.history:
-        if not left_out(entry.rewrite):
-            made = entry.rewrite.apply(made)
-    return made
+    return _applied(_traced(program), [e.rewrite for e in program.history if not left_out(e.rewrite)])
+
+
+def _applied(program: Program, rewrites: Iterable[Any]) -> Program:
+    for rewrite in rewrites:
+        program = rewrite.apply(program)
+    return program
 
 
 def single_device(program: Program) -> Program:
@@ -129,11 +127,9 @@ def single_device(program: Program) -> Program:
     """
     bound = bound_ranks(program) is not None
     single = (program.origin or program).with_(mesh={"tp": program.mesh["tp"]} if bound else {})
-    for entry in program.history:
-        rewrite = entry.rewrite
-        if rewrite.scope != "runtime" or (bound and rewrite.makes_partials):
-            single = rewrite.apply(single)
-    return both_wirings(single)
+    rewrites = [entry.rewrite for entry in program.history]
+    kept = [r for r in rewrites if r.scope != "runtime" or (bound and r.makes_partials)]
+    return both_wirings(_applied(single, kept))
 
 
 # --- the exact wiring over modules that the passes of the prompt made

@@ -147,7 +147,7 @@ class _ForwardRun:
         return value, launched
 
     def _keys(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Item, ...]:
-        """What a module runs for the keys and values of its attention alone."""
+        """The nodes that a module runs for the keys and values of its attention alone."""
         module, inputs = self.program.modules[str(node.target)], [env[n] for n in node.all_input_nodes]
         key = ("keys", id(module), _signature(inputs), self.given, self.dtype, tuple(self.mesh.items()))
         if key not in self.runner.known:

@@ -66,7 +66,7 @@ def with_fault(fault: str | None, batches: Counter[str]) -> None:
 
 
 def generated(engine: Any, prompts: list[Any], sampling: Any, every: int) -> list[Any]:
-    """What the engine makes of requests that come one after the other, `every` steps apart."""
+    """The tokens that the engine makes of requests that come one after the other, `every` steps apart."""
     done: dict[str, Any] = {}
     waiting, step = list(enumerate(prompts)), 0
     while waiting or engine.has_unfinished_requests():

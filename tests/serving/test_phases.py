@@ -47,20 +47,6 @@ FEW_BITS = [phased(QUANTIZED, 2, engine=PLUGIN), phased(QUANTIZED, 2, False, eng
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("phases")
-
-
-@pytest.fixture(scope="module")
-def ran(root):
-    @cache
-    def run(group):
-        return dict(zip(map(str, group), of_vllm(list(group), root), strict=True))
-
-    return run
-
-
-@pytest.fixture(scope="module")
 def expected(root):
     @cache
     def tokens(recipe, tp, family="llama"):

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import tiny_models
-from cases import AWQ, LORA_RANK, MEANT, REAL, Case, lora_of, of_transformers, of_vllm, prompts, rewritten, shortfall
+from cases import AWQ, LORA_RANK, MEANT, REAL, Case, lora_of, of_transformers, prompts, rewritten, shortfall
 
 FALLS_BACK = {"olmo2"}
 # What the plugin says of a bound checkpoint that vLLM's layers cannot compute, and the checkpoint where it has none.
@@ -53,22 +53,6 @@ REFUSED = {  # a case, and what is said
     Case("gemma3_text", "desync-2x-sum", tp=2): REFUSALS[0],
     Case("olmo2", "desync-2x-sum", tp=2): REFUSALS[1],
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("serving")
-
-
-@pytest.fixture(scope="module")
-def ran(root):
-    """Runs the group of cases of which one is asked, all in one process, once."""
-
-    @cache
-    def run(group):
-        return dict(zip(map(str, group), of_vllm(list(group), root), strict=True))
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def expected(family: str, recipe: str, ids: torch.Tensor, rewired: torch.Tensor 
 
 
 def greedy(family: str, recipe: str, prompt: list[int], tokens: int, mask: torch.Tensor | None = None) -> list[int]:
-    """What is generated after `prompt`, all of it computed anew for each token; `mask` [1, prompt] tells its tokens."""
+    """The tokens after `prompt`, all computed anew for each; `mask` [1, prompt] tells which of its are rewired."""
     rewired = PHASE.rewired(len(prompt)) if mask is None else mask
     row = list(prompt)
     for _ in range(tokens):

@@ -1,4 +1,4 @@
-"""What of a model is computed where only its keys and values are wanted: all that no cache needs is left out."""
+"""The part of a model that keys and values need: all that no cache needs is left out."""
 
 from __future__ import annotations
 

@@ -20,25 +20,9 @@ from rewriter.predict.search.computed import Computed, WindowChange
 from rewriter.predict.search.measurements import Measurements, Store, StreamedWeights
 from rewriter.predict.search.texts import Text, text_for
 from rewriter.recipes.apply import apply_recipe
-from rewriter.tracing import trace
 
 RANKS = 3
 IDS = torch.randint(131, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return searched.save(tmp_path_factory.mktemp("searched"))
-
-
-@pytest.fixture(scope="module")
-def program(directory: Path) -> Program:
-    return trace(directory)
-
-
-@pytest.fixture(scope="module")
-def computed(program: Program) -> Computed:
-    return Computed(program, RANKS, StreamedWeights(program))
 
 
 @pytest.fixture

@@ -19,31 +19,14 @@ from rewriter.predict.search.choices import BY_NAME, PROMPT, REWRITES, Mix, Plac
 from rewriter.predict.search.computed import Computed, CutWindow
 from rewriter.predict.search.front import Option, front
 from rewriter.predict.search.gains import Gains, gain_of
-from rewriter.predict.search.measurements import StreamedWeights
 from rewriter.predict.search.run import Asked, opened, search
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
-from rewriter.tracing import trace
 
 RANKS, TOKENS = 3, 24
 IDS = torch.randint(131, (TOKENS,), generator=torch.Generator().manual_seed(1))
 LONG = Workload(tp=RANKS, sp=1, prompt=8192, generate=16)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return searched.save(tmp_path_factory.mktemp("searched"))
-
-
-@pytest.fixture(scope="module")
-def program(directory: Path) -> Program:
-    return trace(directory)
-
-
-@pytest.fixture(scope="module")
-def computed(program: Program) -> Computed:
-    return Computed(program, RANKS, StreamedWeights(program))
 
 
 # --- choices ---

@@ -40,7 +40,7 @@ def module(edit: Callable[[str], str] = lambda text: text) -> Any:
 
 
 def wrong_calls(calls: Sequence[Call], length: int, chunk: int | None, first: Sequence[int], prompt: int) -> str:
-    """What is wrong with the calls, by the definition of a phase, token by token; "" where nothing is."""
+    """The fault of the calls, by the definition of a phase, token by token; "" where nothing is."""
     if [call.start for call in calls] != [0, *(call.end for call in calls[:-1])] or calls[-1].end != length:
         return "not all tokens in order"
     if chunk is not None and any(call.end - call.start > chunk for call in calls):

@@ -32,7 +32,7 @@ class Rows:
         return (x[self.rewired], x[self.exact]) if len(self.exact) else (x, None)
 
     def join(self, rewired: Tensor, exact: Tensor | None) -> Tensor:
-        """What `split` made two of."""
+        """The rows that `split` took apart, in their order again."""
         if exact is None:
             return rewired
         whole = rewired.new_empty(len(self.rewired) + len(self.exact), *rewired.shape[1:])
