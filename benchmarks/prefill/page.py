@@ -12,20 +12,22 @@ HERE = Path(__file__).resolve().parent
 TEMPLATE = HERE / "page.md"
 DOCS = HERE.parents[1] / "docs"
 PAGE, CHART = DOCS / "results" / "prefill.md", DOCS / "figures" / "prefill.svg"
-LINK = "as on PCIe"
+LINK, PREDICTED = "as on PCIe", "predicted"
+MANUALS, CALIBRATION = "manuals", "calibration"
 STANDARD = "tensor-parallel"
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 380, 64, 48
 
-RECORD = Record(HERE / "record.json", ("model", "text", "recipe", "tp", "prompt", "dtype"))
+RECORD = Record(HERE / "record.json", ("model", "text", "recipe", "tp", "prompt", "dtype", "way", "tokens"))
 
 
 def write() -> None:
     """The page and its drawing."""
     record = RECORD.read()
     template = TEMPLATE.read_text(encoding="utf-8")
-    parts = {"quality": quality(record.get("quality", [])), "times": times(record.get("times", []))}
+    qualities, healed, timed = (record.get(kind, []) for kind in ("quality", "healing", "times"))
+    parts = {"quality": quality(qualities), "healing": healing(healed), "times": times(timed)}
     PAGE.write_text(template.format(**parts), encoding="utf-8")
-    CHART.write_text(chart(record.get("quality", []), record.get("times", [])), encoding="utf-8")
+    CHART.write_text(chart(qualities, healed, timed), encoding="utf-8")
 
 
 def quality(entries: Sequence[Run]) -> str:
@@ -51,6 +53,24 @@ def quality(entries: Sequence[Run]) -> str:
     return "\n\n".join(tables)
 
 
+def healing(entries: Sequence[Run]) -> str:
+    """A table of each model: loss, KL and top-1 on manuals before and after training."""
+    tables = []
+    for model in dict.fromkeys(entry["model"] for entry in entries):
+        rows = [entry for entry in entries if entry["model"] == model]
+        found = rows[0]["texts"][MANUALS]
+        tables.append(f"{model}, prompts of {rows[0]['prompt']}, {found['windows']} windows:")
+        head = ["recipe", "ranks", "trained", "tokens", "before", "after", "nothing rewired"]
+        tables.append(_table(head, [_healed(entry) for entry in rows]))
+    return "\n\n".join(tables)
+
+
+def _healed(entry: Run) -> list[str]:
+    found = entry["texts"][MANUALS]
+    cells = [_cell(found[name], found["original"]["loss"]) for name in ("before", "after", "exact prompt")]
+    return [f"`{entry['recipe']}`", str(entry["tp"]), entry["way"], f"{entry['tokens']:,}", *cells]
+
+
 def _cell(found: Run, original: float) -> str:
     return f"{found['loss'] / original - 1:+.1%}, {found['kl']:.3f}, {found['top1']:.2f}"
 
@@ -65,12 +85,17 @@ def times(entries: Sequence[Run]) -> str:
             where = f"{entry['model']}, {entry['tp']} ranks, {entry['dtype']}"
             tables.append(f"{where}, {link} ({found['rate'] / 1e6:.1f} MB/s each way):")
             standard = found[STANDARD]
+            predicted = entry["links"].get(PREDICTED) if link == LINK else None
             head = ["recipe", *(f"{int(n):,}" for n in standard)]
             rows = [
                 [f"`{name}`", *(f"{s:.2f} s, {s / standard[n]:.2f}" for n, s in seconds.items())]
                 for name, seconds in found.items()
                 if name != "rate"
             ]
+            if predicted is not None:
+                head += [f"{int(n):,} predicted" for n in standard]
+                for row, name in zip(rows, (name for name in found if name != "rate"), strict=True):
+                    row += [f"{s:.2f} s, {s / found[name][n] - 1:+.0%}" for n, s in predicted[name].items()]
             tables.append(_table(head, rows))
     return "\n\n".join(tables)
 
@@ -80,9 +105,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def chart(qualities: Sequence[Run], timed: Sequence[Run]) -> str:
-    """Every recipe a point: its time to the first token as a share of standard's, and its KL; all tokens too."""
-    points: list[tuple[str, float, float, str]] = []
+def chart(qualities: Sequence[Run], healed: Sequence[Run], timed: Sequence[Run]) -> str:
+    """Every recipe a point: its time to the first token as a share of standard's, and its KL from the original: with
+    all tokens rewired, with the prompt rewired, and healed by the most tokens."""
     shares: dict[str, float] = {}
     for entry in timed[:1]:
         found = entry["links"].get(LINK, {STANDARD: {}})
@@ -90,10 +115,16 @@ def chart(qualities: Sequence[Run], timed: Sequence[Run]) -> str:
             if name != "rate" and seconds:
                 longest = max(seconds, key=int)
                 shares[name] = seconds[longest] / found[STANDARD][longest]
+    points: list[tuple[str, float, float, str]] = []
     for entry in qualities:
-        if entry["recipe"] in shares and entry["model"] == qualities[-1]["model"]:
+        name = entry["recipe"]
+        if name in shares and entry["model"] == qualities[-1]["model"]:
             for way, kind in (("all tokens", "x"), ("with exact ends", "a")):
-                points.append((entry["recipe"], shares[entry["recipe"]], entry["ways"][way]["kl"], kind))
+                points.append((name, shares[name], entry["ways"][way]["kl"], kind))
+            same = [one for one in healed if (one["model"], one["recipe"]) == (entry["model"], name)]
+            if same:
+                most = max(same, key=lambda one: int(one["tokens"]))
+                points.append((name, shares[name], most["texts"][CALIBRATION]["after"]["kl"], "h"))
     return drawn(points)
 
 
@@ -106,10 +137,12 @@ def drawn(points: Sequence[tuple[str, float, float, str]]) -> str:
 
     style = (
         "text{font:12px system-ui,sans-serif;fill:#444}.t{font-size:14px}.g{fill:#fff}.l{stroke:#ccc}"
-        ".a{fill:#1b6ca8}.x{fill:#c4472b}"
+        ".a{fill:#1b6ca8}.x{fill:#c4472b}.h{fill:#3a8a4d}"
     )
     parts = [rectangle(0, 0, WIDTH, HEIGHT, "g"), text(LEFT, 20, "Time to the first token against drift", "t")]
-    parts.append(text(LEFT, 38, "blue: the prompt alone, with exact ends; red: every token rewired"))
+    parts.append(
+        text(LEFT, 38, "blue: the prompt alone, with exact ends; green: that, healed; red: every token rewired")
+    )
     for share in (0.25, 0.5, 0.75, 1.0):
         x, y = place(share, 0)
         parts.append(f'<path d="M{number(x)} 50V{number(y)}" class="l"/>')

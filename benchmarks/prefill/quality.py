@@ -33,6 +33,7 @@ from rewriter.recipes.catalogue import library
 from rewriter.tracing import trace
 
 AFTER = 64  # tokens whose loss counts
+WINDOWS = 3
 RECIPES = tuple(name for name in sorted(library()) if agreed_phase(Recipe.load(name).build()) is not None)
 WAYS = ("all tokens", "the prompt", "with exact ends")
 
@@ -47,6 +48,14 @@ class Quality:
     top1: float
 
 
+def windows(tokenizer: Any, text: str, prompt: int, count: int) -> Tensor:
+    """int64 [count, prompt + AFTER]: a text, cut."""
+    ids, length = torch.tensor(tokenizer(text).input_ids), prompt + AFTER
+    if len(ids) < length * count:
+        raise SystemExit(f"the text has {len(ids)} tokens, {count} windows of {length} need {length * count}")
+    return ids[: count * length].view(count, length)
+
+
 @dataclass(frozen=True)
 class Figures:
     """A model's original, its weights and the windows int64 [N, T] that are measured on."""
@@ -58,12 +67,8 @@ class Figures:
     @classmethod
     def of(cls, model: Path, prompt: int, count: int, text: str) -> Figures:
         original = trace(model)
-        tokenizer: Any = load_tokenizer(str(model))
-        ids = torch.tensor(tokenizer(text).input_ids)
-        length = prompt + AFTER
-        if len(ids) < length * count:
-            raise SystemExit(f"the text has {len(ids)} tokens, {count} windows of {length} need {length * count}")
-        return cls(original, load_weights(original, torch.float32), ids[: count * length].view(count, length))
+        ids = windows(load_tokenizer(str(model)), text, prompt, count)
+        return cls(original, load_weights(original, torch.float32), ids)
 
     def logits(self, program: Program, rewired: Tensor | None = None) -> Tensor:
         """log-probabilities [N, AFTER, V] of the tokens after each prompt."""
@@ -74,13 +79,15 @@ class Figures:
             parts.append(found[0, -AFTER - 1 : -1].log_softmax(-1))
         return torch.stack(parts)
 
-    def compared(self, found: Tensor, original: Tensor) -> Quality:
-        following = self.windows[:, -AFTER:, None]
-        return Quality(
-            loss=-float(found.gather(2, following).mean()),
-            kl=float((original.exp() * (original - found)).sum(-1).mean()),
-            top1=float((found.argmax(-1) == original.argmax(-1)).float().mean()),
-        )
+
+def compared(found: Tensor, original: Tensor, windows: Tensor) -> Quality:
+    """Of log-probabilities [N, AFTER, V] of the last tokens of `windows`, int64 [N, T], beside the original's."""
+    following = windows[:, -AFTER:, None]
+    return Quality(
+        loss=-float(found.gather(2, following).mean()),
+        kl=float((original.exp() * (original - found)).sum(-1).mean()),
+        top1=float((found.argmax(-1) == original.argmax(-1)).float().mean()),
+    )
 
 
 def masks(phase: PromptPhase, prompt: int) -> Iterator[tuple[str, Tensor]]:
@@ -102,11 +109,14 @@ def measured(
         program = always_quantized(both_wirings(rewrite(figures.original, name, tp=tp)))
         phase = prompt_phase(program)
         assert phase is not None
-        found = {way: figures.compared(figures.logits(program, mask), original) for way, mask in masks(phase, prompt)}
+        found = {
+            way: compared(figures.logits(program, mask), original, figures.windows)
+            for way, mask in masks(phase, prompt)
+        }
         yield {
             "model": model.name, "text": text.stem, "recipe": name, "tp": tp, "prompt": prompt, "windows": count,
             "exact_head": phase.exact_head, "exact_tail": phase.exact_tail, "date": time.strftime("%Y-%m-%d"),
-            "original_loss": figures.compared(original, original).loss,
+            "original_loss": compared(original, original, figures.windows).loss,
             "ways": {way: asdict(quality) for way, quality in found.items()},
         }  # fmt: skip
 
@@ -117,7 +127,7 @@ def main() -> None:
     parser.add_argument("--recipe", action="append", help="a name; by default all that rewire the prompt alone")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=256, help="tokens (default 256)")
-    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--windows", type=int, default=WINDOWS)
     parser.add_argument("--text", type=Path, default=CALIBRATION)
     parser.add_argument("--record", action="store_true", help="add what is found to record.json, and write the page")
     given = parser.parse_args()

@@ -1,7 +1,8 @@
 """One rank of benchmarks/prefill/times.py, which starts it at its end of the link: outputs timed in turns.
 
 The spec names the output directories, and prompts by their lengths; a time is that of `begin` and `prefill` of a
-`DecodeStep`: all that happens before the first token is known.
+`DecodeStep`: all that happens before the first token is known. With `largest`, collectives of up to so many bytes are
+measured instead.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.link_ranks import main
+from rewriter.predict.calibration import COLLECTIVES, calibrated
 from rewriter.runtime.generation.decode_step import DecodeStep, Sampling, decode_step
 from rewriter.runtime.loading import load
+
+CALLS = 6  # of each collective and size
 
 
 @torch.no_grad()
 def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Seconds to the first token by output and length, `repetitions` each in turns, and the tokens themselves; of a
-    decode step by output, at the longest prompt."""
+    decode step by output, at the longest prompt. Or the YAML of a fabric of this link."""
+    if "largest" in spec:
+        return {"fabric": calibrated(Path("link.yaml"), spec["largest"], CALLS, COLLECTIVES)[0]}
     dtype = getattr(torch, spec["dtype"])
     models = {name: load(Path(place), dtype=dtype, compile=False) for name, place in spec["outputs"].items()}
     vocabulary = spec["vocabulary"]

@@ -5,7 +5,9 @@
 
 Rates of the link: 0.1 and 1 Gb/s, and that at which the sums of a prompt of the standard model take three times as long
 as its computation, as on PCIe. `standard` is the recipe tensor-parallel. The recipes take turns within one start of the
-ranks; reported are medians of the slower rank. Segments of layers are not compiled.
+ranks; reported are medians of the slower rank. Segments of layers are not compiled. On the last of these links times
+are predicted too: one rank runs, and its peers' collectives take as long as they do on this link by themselves
+(`rewriter.emulation`).
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ RECIPES = (
 )  # fmt: skip
 STANDARD = RECIPES[0]
 LINKS = ("0.1 Gb/s", "1 Gb/s", "as on PCIe")
+PREDICTED = "predicted"
+RANK = "benchmarks.prefill.rank"
 UNLIMITED = 4e9  # bytes a second
 AS_ON_PCIE = 3.0  # seconds of sums by those of computation
 GIGABIT = 125e6
@@ -61,23 +65,45 @@ class Bench:
     repetitions: int
     dtype: str
 
-    def times(self, rate: float, outputs: Sequence[str], steps: int = 0) -> list[dict[str, Any]]:
-        """The results of each rank at this rate, in bytes a second."""
+    def times(self, rate: float, steps: int = 0) -> list[dict[str, Any]]:
+        """The results of each rank at this rate, in bytes a second. Raises RewriterError where ranks chose different
+        tokens."""
         self.link.set_rate(rate)
-        cores = sorted(os.sched_getaffinity(0))
-        spec = {
-            "outputs": {name: self.outputs[name] for name in outputs}, "vocabulary": self.vocabulary,
-            "lengths": list(self.lengths), "warm_up": 1, "repetitions": self.repetitions, "steps": steps,
-            "dtype": self.dtype, "cores": [cores[rank % len(cores)] for rank in range(self.tp)],
-        }  # fmt: skip
-        return launch(self.link, "benchmarks.prefill.rank", spec, self.tp, timeout=SECONDS)
-
-    def medians(self, found: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-        """By output and length, the median of the slower rank's seconds. Raises RewriterError where ranks chose
-        different tokens."""
+        found = launch(self.link, RANK, self._spec(steps), self.tp, timeout=SECONDS)
         for name in found[0]["tokens"]:
             if any(rank["tokens"][name] != found[0]["tokens"][name] for rank in found):
                 raise RewriterError(f"{name}: the ranks chose different tokens")
+        return found
+
+    def predicted(self, largest: int) -> list[dict[str, Any]]:
+        """The results of ranks whose peers are emulated. Their collectives take as long as such ones of up to `largest`
+        bytes do on the link as it is when nothing computes beside them."""
+        measured = launch(self.link, RANK, {"largest": largest, **self._cores()}, self.tp, timeout=SECONDS)
+        with tempfile.TemporaryDirectory(prefix="prefill-fabric-") as name:
+            fabric = Path(name) / "link.yaml"
+            fabric.write_text(measured[0]["fabric"], encoding="utf-8")
+            spec = {**self._spec(0), "emulation": {"fabric": str(fabric)}}
+            return launch(None, RANK, spec, self.tp, timeout=SECONDS)
+
+    def _spec(self, steps: int) -> dict[str, Any]:
+        return {
+            "outputs": self.outputs, "vocabulary": self.vocabulary, "lengths": list(self.lengths), "warm_up": 1,
+            "repetitions": self.repetitions, "steps": steps, "dtype": self.dtype, **self._cores(),
+        }  # fmt: skip
+
+    def _cores(self) -> dict[str, Any]:
+        cores = sorted(os.sched_getaffinity(0))
+        return {"cores": [cores[rank % len(cores)] for rank in range(self.tp)]}
+
+    def sums(self, length: int) -> tuple[int, int]:
+        """(bytes of a sum of the standard model, how many it has in a prompt of `length`)."""
+        config = read_json(Path(self.outputs[STANDARD]) / "config.json", "")
+        config = config.get("text_config", config)
+        size = getattr(torch, self.dtype).itemsize
+        return length * config["hidden_size"] * size, 2 * config["num_hidden_layers"] + 1
+
+    def medians(self, found: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+        """By output and length, the median of the slower rank's seconds."""
         return {
             name: {
                 length: statistics.median(map(max, *(rank["seconds"][name][str(length)] for rank in found)))
@@ -113,15 +139,11 @@ def random_llama(directory: Path) -> Path:
 
 def measured(bench: Bench, links: Sequence[str], console: Console) -> dict[str, Any]:
     """Times by rate of the link."""
-    unlimited = bench.times(UNLIMITED, list(bench.outputs), steps=STEPS)
+    unlimited = bench.times(UNLIMITED, steps=STEPS)
     free = bench.medians(unlimited)[STANDARD]
     longest = bench.lengths[-1]
-    layers = read_json(Path(bench.outputs[STANDARD]) / "config.json", "")
-    layers = layers.get("text_config", layers)
-    size = getattr(torch, bench.dtype).itemsize
-    sent = (
-        (2 * layers["num_hidden_layers"] + 1) * longest * layers["hidden_size"] * size * 2 * (bench.tp - 1) / bench.tp
-    )
+    sum_bytes, sums = bench.sums(longest)
+    sent = sums * sum_bytes * 2 * (bench.tp - 1) / bench.tp
     rates = {LINKS[0]: GIGABIT / 10, LINKS[1]: GIGABIT, LINKS[2]: sent / (AS_ON_PCIE * free[longest])}
     steps = {n: statistics.median(map(max, *(rank["steps"][n] for rank in unlimited))) for n in bench.outputs}
     console.print(
@@ -130,20 +152,26 @@ def measured(bench: Bench, links: Sequence[str], console: Console) -> dict[str, 
     found: dict[str, Any] = {"without a limit": bench.medians(unlimited), "decode step": steps}
     for name in links:
         rate = rates[name]
-        found[name] = bench.medians(bench.times(rate, list(bench.outputs)))
-        standard = found[name][STANDARD][longest]
-        if name == "as on PCIe" and abs(standard / free[longest] - 1 - AS_ON_PCIE) > 0.3:  # what is not bytes
-            rate *= (standard / free[longest] - 1) / AS_ON_PCIE
-            found[name] = bench.medians(bench.times(rate, list(bench.outputs)))
-        console.print(table(f"{name}: {rate / 1e6:.1f} MB/s", found[name], bench.link.dropped()))
-        found[name] = {"rate": rate, **found[name]}
+        timed = bench.medians(bench.times(rate))
+        share = timed[STANDARD][longest] / free[longest] - 1
+        if name == LINKS[2] and abs(share - AS_ON_PCIE) > 0.3:  # what is not bytes
+            rate *= share / AS_ON_PCIE
+            timed = bench.medians(bench.times(rate))
+        console.print(table(f"{name}: {rate / 1e6:.1f} MB/s, {bench.link.dropped()} segments dropped", timed))
+        found[name] = {"rate": rate, **timed}
+        if name == LINKS[2]:
+            found[PREDICTED] = bench.medians(bench.predicted(1 << (sum_bytes - 1).bit_length()))
+            console.print(table(f"{name}, {PREDICTED}", found[PREDICTED]))
+            off = {
+                recipe: max(abs(found[PREDICTED][recipe][n] / seconds - 1) for n, seconds in one.items())
+                for recipe, one in timed.items()
+            }
+            console.print("off by at most", {recipe: f"{one:.1%}" for recipe, one in off.items()})
     return found
 
 
-def table(title: str, found: dict[str, dict[int, float]], dropped: int) -> Table:
-    shown = Table(
-        title=f"{title}, {dropped} segments dropped: seconds to the first token, and their share of standard's"
-    )
+def table(title: str, found: dict[str, dict[int, float]]) -> Table:
+    shown = Table(title=f"{title}: seconds to the first token, and their share of standard's")
     shown.add_column("recipe")
     lengths = list(found[STANDARD])
     for length in lengths:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.support.namespaces import INTERFACE, Network
 from rewriter.common.processes import environment, rank_main, run_ranks
+from rewriter.emulation import EmulationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,14 +53,21 @@ def launch(
 
 
 def main(measure: Callable[[dict[str, Any], int], Any]) -> None:
-    """Join the other ranks over gloo, on the core that the spec names, if any; `measure(spec, rank)` is the result."""
+    """Join the other ranks over gloo, on the core that the spec names, if any; `measure(spec, rank)` is the result.
+
+    With `emulation`, values of an `EmulationConfig`, each rank is the only real one, and its peers are emulated.
+    """
 
     def work(spec: dict[str, Any], rank: int) -> Any:
         if "cores" in spec:
             os.sched_setaffinity(0, {spec["cores"][rank]})  # before any thread exists: gloo's own threads inherit it
         torch.set_num_threads(1)
-        store = dist.FileStore(spec["store"], spec["ranks"])
-        dist.init_process_group("gloo", rank=rank, world_size=spec["ranks"], store=store)
+        if "emulation" in spec:
+            options: Any = EmulationConfig(world_size=spec["ranks"], real=(rank,), **spec["emulation"])
+            backend, store = "emulated", dist.HashStore()
+        else:
+            options, backend, store = None, "gloo", dist.FileStore(spec["store"], spec["ranks"])
+        dist.init_process_group(backend, rank=rank, world_size=spec["ranks"], store=store, pg_options=options)
         found = measure(spec, rank)
         dist.barrier()
         dist.destroy_process_group()
