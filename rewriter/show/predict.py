@@ -90,7 +90,7 @@ def columns_of(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def legend(predictions: Sequence[Prediction]) -> str:
-    """What the columns mean."""
+    """The meanings of the columns."""
     return f"{FIRST_TOKEN_LEGEND} {LEGEND}" if any(p.time_to_first_token for p in predictions) else LEGEND
 
 

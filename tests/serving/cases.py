@@ -177,7 +177,7 @@ def shortfall(directory: Path, asked: list[list[int]], made: list[list[int]]) ->
 def of_vllm(
     cases: list[Case], root: Path, given_prompts: dict[str, list[list[int]]] | None = None
 ) -> list[dict[str, Any]]:
-    """What vLLM makes of each: {"tokens": …} or {"error": …}, and its log in "log". `given_prompts`, by recipe, take
+    """Results of vLLM on each: {"tokens": …} or {"error": …}, and its log in "log". `given_prompts`, by recipe, take
     the place of the eight.
 
     The engine runs in the process that asks, where it can: pipeline stages have one of their own.
