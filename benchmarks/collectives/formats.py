@@ -12,6 +12,7 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.gpu.quantize import seeds
 from rewriter.kernels import (
     dequantize,
     dequantize_reduce,
@@ -21,9 +22,10 @@ from rewriter.kernels import (
     quantize,
 )
 
-FORMATS = ["int8", "int6", "int4", "int4@32", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard"]
+FORMATS = ["int8", "fp8", "int6", "int4", "int4@32", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard"]
 HOPS = ["int8", "int8/int4", "int8/int4-hadamard", "int4-hadamard", "int8/int3-hadamard", "int8/int2-hadamard"]
 COLUMNS = 4096
+NONE = ["–"]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -87,8 +89,8 @@ def main(rows: int = 1024) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for format in FORMATS:
         bits = parse_format(format).payload_bytes(1 << 20) * 8 / (1 << 20)
-        cells = [f"{error(there_and_back(x, format, seed), x):.4f}" for seed in (None, 1) for x in data]
-        print(f"| {format} | {bits:.3f} | {' | '.join(cells)} |")
+        cells = [f"{error(there_and_back(x, format, s), x):.4f}" for s in seeds(format, 1) for x in data]
+        print(f"| {format} | {bits:.3f} | {' | '.join([*cells, *NONE * 3][:6])} |")
     n = COLUMNS * 16
     print("\n| Mean over 64 ranks | nearest, ρ 0.9 | dithered, ρ 0.9 | nearest, ρ 0.99 | dithered, ρ 0.99 |")
     print("|---|---|---|---|---|")
@@ -96,7 +98,10 @@ def main(rows: int = 1024) -> None:
         cells = []
         for shared in (0.9, 0.99):
             x = correlated(64, n, shared)
-            cells += [f"{error(mean_over_ranks(x, format, dither=d), x.mean(0)):.4f}" for d in (False, True)]
+            nearest, *dithered = (
+                f"{error(mean_over_ranks(x, format, dither=s is not None), x.mean(0)):.4f}" for s in seeds(format, 1)
+            )
+            cells += [nearest, *(dithered or NONE)]
         print(f"| {format} | {' | '.join(cells)} |")
     print("\n| Mean in two hops, 8 nodes of 8, Student-t(4), ρ 0.9 | nearest | dithered |")
     print("|---|---|---|")

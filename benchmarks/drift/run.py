@@ -261,7 +261,7 @@ def norms(bench: Bench) -> str:
 
 
 QUANTIZED = {"int8": "tensor-parallel-int8", "int4-hadamard": "tensor-parallel-int4"}  # those that have a recipe
-FORMATS = ("int8", "int6", "int4-hadamard", "int4", "int2-hadamard")
+FORMATS = ("int8", "fp8", "int6", "int4-hadamard", "int4", "int2-hadamard")
 
 
 def quantized(bench: Bench, format: str, ranks: int) -> Row:
@@ -338,8 +338,11 @@ def claims(bench: Bench, found: dict[int, tuple[float, ...]]) -> dict[str, bool]
             )
             for ranks in RANKS
         ),
-        "8 bits cost less than a thousandth of a nat": all(
+        "int8 costs less than a thousandth of a nat": all(
             quantized(bench, "int8", ranks).kl < 1e-3 for ranks in RANKS
+        ),
+        "fp8 costs more than int8": all(
+            quantized(bench, "int8", ranks).kl < quantized(bench, "fp8", ranks).kl for ranks in RANKS
         ),
         "on a ladder 8 bits are within its standard error": all(
             abs(row.kl - bench.recipe("ladder", 2).kl) < row.error

@@ -24,7 +24,8 @@ from rewriter.kernels import (
     quantize_rows,
 )
 
-FORMATS = ("int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard", "int4@32", "int8@1024")
+BY_128 = ("int8", "int6", "int4", "int2", "fp8", "int4-hadamard", "int3-hadamard", "int2-hadamard")
+FORMATS = (*BY_128, "int4@32", "int8@1024")
 SPECIAL = 6  # blocks, see `numbers`
 SENDERS = 4
 # Elements of a last, incomplete block. Where rows are multiples of 16 long, as a model's are, Triton compiles accesses
@@ -32,6 +33,11 @@ SENDERS = 4
 SPARE = (48, 33)
 # the module; the package has a function of its name
 specification = importlib.import_module("rewriter.kernels.quantize")
+
+
+def seeds(format: str, seed: int) -> tuple[int | None, ...]:
+    """None, to the nearest level, and `seed` where messages of the format can be dithered."""
+    return (None,) if parse_format(format).floating else (None, seed)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ def cases() -> list[Case]:
         Case(name, dtype, seed, spare)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for name in FORMATS
-        for seed in (None, (1 << 40) + 5)
+        for seed in seeds(name, (1 << 40) + 5)
         for spare in (SPARE if dtype == torch.bfloat16 else SPARE[:1])
     ]
 
@@ -184,8 +190,8 @@ def rates(scale: Scale, compiler: bool = False) -> Table:
     )
     rows, n = scale.pick((8, 1 << 24), (2, 256))
     x = torch.randn(rows, n, device=scale.device).bfloat16()
-    for name in FORMATS[:7]:
-        for seed in (None, 3):
+    for name in BY_128:
+        for seed in seeds(name, 3):
             how, given = "" if seed is None else ", dithered", (scale, rate, x, name, seed, compiler)
             table.attempt(f"quantize {name}{how}", functools.partial(quantize_rate, *given))
             table.attempt(f"dequantize {name}{how}", functools.partial(dequantize_rate, *given))

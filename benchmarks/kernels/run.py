@@ -12,13 +12,13 @@ import sys
 import torch
 
 from benchmarks.gpu.merge import merging
-from benchmarks.gpu.quantize import rates, rates_compiled
+from benchmarks.gpu.quantize import rates, rates_compiled, seeds
 from benchmarks.gpu.report import Scale, Table
 from benchmarks.kernels.merge_code import ARCHITECTURES, Code
 from benchmarks.kernels.quantize_code import dequantizing, elements, quantizing, reducing, requantizing
 from rewriter.kernels import dequantize_reduce, dequantize_rows, parse_format, quantize_rows
 
-FORMATS = ("int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard")
+FORMATS = ("int8", "int6", "int4", "int2", "fp8", "int4-hadamard", "int3-hadamard", "int2-hadamard")
 BF16 = torch.bfloat16
 
 
@@ -30,7 +30,8 @@ def code() -> Table:
     )
     for capability in ARCHITECTURES:
         for name in FORMATS:
-            for how, seed in (("", None), (", dithered", 1)):
+            for seed in seeds(name, 1):
+                how = "" if seed is None else ", dithered"
                 add(table, capability, f"quantize {name}{how}", quantizing(name, BF16, capability, seed), name)
                 add(table, capability, f"dequantize {name}{how}", dequantizing(name, BF16, capability, seed), name)
         for name in ("int8", "int4", "int4-hadamard"):
@@ -64,7 +65,7 @@ def on_cpu() -> Table:
     for name in FORMATS:
         format = parse_format(name)
         found = []
-        for seed in (None, 1):
+        for seed in seeds(name, 1):
             payload = quantize_rows(x, format, seed=seed)
             calls = [
                 lambda format=format, seed=seed: quantize_rows(x, format, seed=seed),
@@ -74,7 +75,7 @@ def on_cpu() -> Table:
                 four = payload.expand(4, 1, -1)
                 calls.append(lambda format=format, sent=four: dequantize_reduce(sent, format, n, BF16))
             found += [n / scale.seconds(call, 3) / 1e6 for call in calls]
-        table.add(name, *(f"{rate:.0f}" for rate in found))
+        table.add(name, *[*(f"{rate:.0f}" for rate in found), "–", "–"][:5])
     return table
 
 

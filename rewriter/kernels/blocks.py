@@ -50,10 +50,12 @@ def encode(x_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0
 
 
 def _symmetric(x: Tensor, top: Tensor, format: Format, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-    largest = format.half - 1
+    largest = format.largest
     # no larger than what keeps largest · scale finite
     scales = _rounded_up(top * (1.0 / largest)).clamp_(max=finite(largest))
     v = x * _reciprocal(decode_scales(scales))
+    if format.floating:  # beyond the largest level by what rounds to it at most
+        return v.to(torch.float8_e4m3fn).view(torch.uint8), scales
     if offsets is not None:
         v.add_(offsets)
     return v.round_().clamp_(-largest, largest).add_(format.half).to(torch.uint8), scales
@@ -102,6 +104,9 @@ def decode(codes_RKE: Tensor, format: Format, seed: int | None, first_block: int
     """
     if seed is None and format.lloyd_max:
         return _table(format, codes_RKE.device)[codes_RKE.int()]
+    if format.floating:  # the bits of an fp16, whose exponent counts from 15 instead of 7; torch converts them slowly
+        bits = (codes_RKE.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
+        return bits.view(torch.float16).to(torch.float32).mul_(256)
     levels = codes_RKE.to(torch.float32)
     levels = levels.mul_(2).add_(1 - 2 * format.half) if format.odd else levels.sub_(format.half)
     if seed is not None:

@@ -55,7 +55,7 @@ class Tile:
     @property
     def finite_scale(self) -> int:
         """The largest scale whose product with the largest level is finite."""
-        return blocks.finite(self.format.half - 1)
+        return blocks.finite(self.format.largest)
 
 
 @triton.constexpr_function
@@ -264,14 +264,28 @@ def encode(parts, h, first, seed, T: tl.constexpr):
 
 
 @triton.jit
+def _e4m3(v):
+    """Codes: sign, 4 bits of exponent from 7, 3 of mantissa. Below 2**-6, the smallest normal, multiples of 2**-9."""
+    bits = v.to(tl.int32, bitcast=True)
+    normal = (bits + ((1 << 19) - 1 - ((127 - 7) << 23)) + ((bits >> 20) & 1)) >> 20
+    small = (tl.abs(v) + 2.0**14).to(tl.int32, bitcast=True)
+    code = tl.where(tl.abs(v) < 2.0**-6, small, normal)
+    return (code & 0x7F) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
 def _symmetric(x, top, T: tl.constexpr):
     P: tl.constexpr = T.P
-    largest: tl.constexpr = T.format.half - 1
+    largest: tl.constexpr = T.format.largest
     scales = tl.minimum(_rounded_up(top * (1.0 / largest)), T.finite_scale)
     factor = _reciprocal(decode_scales(scales))
     codes = ()
     for p in tl.static_range(P):
-        codes = codes + ((x[p] * factor[:, None] + (_ROUND + (largest + 1))).to(tl.int32, bitcast=True),)
+        v = x[p] * factor[:, None]
+        if T.format.floating:
+            codes = codes + (_e4m3(v),)
+        else:
+            codes = codes + ((v + (_ROUND + (largest + 1))).to(tl.int32, bitcast=True),)
     return codes, scales
 
 
@@ -376,7 +390,9 @@ def levels(codes, starts, T: tl.constexpr):
     numbers = ()
     for p in tl.static_range(P):
         code = codes[p]
-        if T.format.odd:
+        if T.format.floating:  # the bits of an fp32, whose exponent counts from 127 instead of 7
+            x = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+        elif T.format.odd:
             x = ((code * 2) | _INTEGER_BITS).to(tl.float32, bitcast=True) - (_INTEGER + (2 * half - 1))
         else:
             x = (code | _INTEGER_BITS).to(tl.float32, bitcast=True) - (_INTEGER + half)

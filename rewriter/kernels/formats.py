@@ -1,10 +1,12 @@
 """Block formats of quantized messages: their names, their levels and the order of their bytes.
 
 A row of n elements is cut into blocks of `block` consecutive ones, the last padded with zeros. A block is a code of
-`bits` bits per element and a scale; an element is its code's level, an integer, times the scale.
+`bits` bits per element and a scale; an element is its code's level, a number, times the scale.
 
     int8, int6, int4    levels −q … q, q = 2^(bits−1) − 1; scale = largest magnitude / q, so that zero stays zero and
                         nothing saturates
+    fp8                 the levels of E4M3 (OCP 8-bit floating point), 4 bits of exponent and 3 of mantissa up to ±448 =
+                        q, and the scale likewise: finer near zero and coarser at the top than int8. Never dithered
     int2                the four odd levels −3 … 3, clipped at 0.7 of the largest magnitude (three levels about zero
                         would leave a fourth of the codes unused and err by half as much again)
     …-hadamard          the block rotated by H S/√block first, H a Hadamard matrix and S random signs, which spreads
@@ -24,7 +26,7 @@ bits up. A scale is the 16 bits of an fp32 below its sign: 8 of exponent and 8 o
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -40,16 +42,20 @@ LLOYD_MAX = {2: (58.0, 193.0), 3: (31.0, 97.0, 172.0, 275.0)}
 
 CLIP = {4: 0.95, 2: 0.7}  # of the largest magnitude: the least squared error on normal blocks of 128
 
-_NAMES = ("int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard")
+LARGEST_E4M3 = 448
+
+_NAMES = ("int8", "int6", "int4", "int2", "fp8", "int4-hadamard", "int3-hadamard", "int2-hadamard")
 
 
 @dataclass(frozen=True)
 class Format:
-    """`bits` per element, blocks of `block` elements, rotated by a Hadamard matrix or not. Made by `parse_format`."""
+    """`bits` per element, blocks of `block` elements, rotated by a Hadamard matrix or not; levels are numbers in
+    floating point or not. Made by `parse_format`."""
 
     bits: int
     rotated: bool = False
     block: int = DEFAULT_BLOCK
+    floating: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in _NAMES:
@@ -67,7 +73,7 @@ class Format:
     @property
     def name(self) -> str:
         """Without the block."""
-        return f"int{self.bits}{'-hadamard' if self.rotated else ''}"
+        return f"{'fp' if self.floating else 'int'}{self.bits}{'-hadamard' if self.rotated else ''}"
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -83,6 +89,11 @@ class Format:
     def half(self) -> int:
         """Half of the number of codes."""
         return 1 << (self.bits - 1)
+
+    @property
+    def largest(self) -> int:
+        """The largest level where zero is one and nothing saturates."""
+        return LARGEST_E4M3 if self.floating else self.half - 1
 
     @property
     def odd(self) -> bool:
@@ -131,25 +142,33 @@ class Format:
 
 
 @cache
-def parse_format(name: str | Format) -> Format:
-    """The format of that name, such as "int8" or "int4-hadamard@64". Raises ValueError for others."""
-    if isinstance(name, Format):
-        return name
-    parts = re.fullmatch(r"int([0-9])(-hadamard)?(?:@([0-9]+))?", name)
+def parse_format(name: str | Format, *, dithered: bool = False) -> Format:
+    """The format of that name, such as "int8" or "int4-hadamard@64". Raises ValueError for others, and for those that
+    cannot be `dithered` where they are to be."""
+    format = name if isinstance(name, Format) else _named(name)
+    if dithered and format.floating:
+        raise ValueError(
+            f"format '{format}': its levels are not uniform, so it cannot be dithered as gradients and other messages "
+            f"with a seed are. Give {replace(format, floating=False)}, which has as many bits"
+        )
+    return format
+
+
+def _named(name: str) -> Format:
+    parts = re.fullmatch(r"(int|fp)([0-9])(-hadamard)?(?:@([0-9]+))?", name)
     if parts is None:
         raise ValueError(
             f"format {name!r}: expected one of {', '.join(_NAMES)}, each with @BLOCK for another block than "
             f"{DEFAULT_BLOCK}, as in int4-hadamard@64"
         )
-    return Format(int(parts[1]), parts[2] is not None, int(parts[3] or DEFAULT_BLOCK))
+    return Format(int(parts[2]), parts[3] is not None, int(parts[4] or DEFAULT_BLOCK), parts[1] == "fp")
 
 
-def parse_formats(name: str | Format) -> tuple[Format, Format]:
-    """(inside the node, between nodes) of "int8/int4"; one format stands for both. Raises ValueError for others."""
-    if isinstance(name, Format):
-        return name, name
-    first, slash, second = name.partition("/")
-    return parse_format(first), parse_format(second if slash else first)
+def parse_formats(name: str | Format, *, dithered: bool = False) -> tuple[Format, Format]:
+    """(inside the node, between nodes) of "int8/int4"; one format stands for both. Raises ValueError as `parse_format`
+    does."""
+    first, slash, second = (name, "", "") if isinstance(name, Format) else name.partition("/")
+    return parse_format(first, dithered=dithered), parse_format(second if slash else first, dithered=dithered)
 
 
 def slice_length(n: int, ranks: int, formats: str | Format) -> int:

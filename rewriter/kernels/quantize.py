@@ -6,10 +6,12 @@ On CUDA the functions launch Triton kernels; elsewhere they are plain PyTorch, w
 
 Rounding is to the nearest level, the same on every rank. With a `seed` it is subtractively dithered: an offset that
 sender and receiver both derive from the seed is added before and taken off after rounding, so that the error is
-independent of the value, has the mean 0 over seeds, and shrinks when many ranks' messages are summed.
+independent of the value, has the mean 0 over seeds, and shrinks when many ranks' messages are summed. Not in fp8,
+whose levels are not uniform: ValueError.
 
 A block that holds inf or NaN comes back as NaN; finite values come back finite. Blocks whose largest magnitude is below
-about 2**-119 come back as zeros. Shape suffixes: R rows, N elements of a row, B bytes of a row, P senders.
+about 2**-119 (fp8: 2**-117) come back as zeros. Shape suffixes: R rows, N elements of a row, B bytes of a row, P
+senders.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def quantize_rows(
 
     `order` reorders slices on the way (ZeRO++, Eq. 2). All rows are dithered alike. Raises ValueError as `quantize`.
     """
-    format = parse_format(format)
+    format = parse_format(format, dithered=seed is not None)
     if x_RN.dim() != 2 or x_RN.dtype not in DTYPES:
         raise ValueError(
             f"quantize: a {x_RN.dtype} tensor of shape {list(x_RN.shape)}, expected rows of bfloat16, float16 or "
@@ -114,7 +116,7 @@ def dequantize_rows(
     With a seed, row r is the message of a sender that used seed + r. The same payload gives the same bits on every
     rank. Raises ValueError for payloads of another size.
     """
-    format = parse_format(format)
+    format = parse_format(format, dithered=seed is not None)
     _check(payload_RB, format, n, 2, dtype)
     rows = payload_RB.shape[0]
     if out is None:
@@ -158,7 +160,7 @@ def dequantize_reduce(
     Sender p used seed + p. Rows of the sender `skip` are not read: one's own, whose exact values come in `add`. Rotated
     blocks are summed as they are and rotated back once. Raises ValueError for payloads of another size.
     """
-    format = parse_format(format)
+    format = parse_format(format, dithered=seed is not None)
     _check(payload_PRB, format, n, 3)
     out = torch.empty(payload_PRB.shape[1], n, dtype=dtype, device=payload_PRB.device)
     if kernels := _kernels(payload_PRB, format):
@@ -209,7 +211,7 @@ def dequantize_reduce_quantize(
 ) -> Tensor:
     """`dequantize_reduce` and `quantize_rows` of its rows to the format `to`, with nothing but payloads in memory where
     both formats have the same block."""
-    format, to = parse_format(format), parse_format(to)
+    format, to = parse_format(format, dithered=seed is not None), parse_format(to, dithered=to_seed is not None)
     if format.block == to.block and (kernels := _kernels(payload_PRB, format, to)):
         _check(payload_PRB, format, n, 3)
         rows = payload_PRB.shape[1] if order is None else len(order)

@@ -84,7 +84,7 @@ def gradients(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
 # --- alone ---
 
 
-@pytest.mark.parametrize("format", ["int8", "int4-hadamard@32", "int3-hadamard@16"])
+@pytest.mark.parametrize("format", ["int8", "fp8@32", "int4-hadamard@32", "int3-hadamard@16"])
 def test_a_frozen_layer_computes_with_the_dequantized_weight(format):
     model = Stack()
     model.layers[1].base_layer.bias.requires_grad_(True)  # as LoRA with bias: all

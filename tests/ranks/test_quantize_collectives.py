@@ -31,7 +31,7 @@ from rewriter.ir.marks import marks
 from rewriter.ir.simulate import simulate
 from rewriter.kernels import dequantize, parse_format, quantize, slice_length
 from rewriter.passes.base import bound_ranks
-from rewriter.passes.phases import single_device
+from rewriter.passes.phases import both_wirings, single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
@@ -119,8 +119,11 @@ def quantizing(format: str = "int8", min_bytes: int = 0) -> Step:
 
 @torch.no_grad()
 def simulated(program: Program, family: str, length: int = 21) -> torch.Tensor:
-    full = {name: tensor.double() for name, tensor in weights(family).items()}
-    return simulate(program, batch(family, length), weights=full)
+    return simulate(program, batch(family, length), weights=doubled(family))
+
+
+def doubled(family: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.double() for name, tensor in weights(family).items()}
 
 
 # --- what ranks compute ----------------------------------------------------------------------------------------------
@@ -128,10 +131,11 @@ def simulated(program: Program, family: str, length: int = 21) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "ranks", "format"),
-    [("llama", 2, "int8"), ("llama", 4, "int4-hadamard@16"), ("gpt2", 4, "int8"), ("gemma2", 2, "int4-hadamard"),
+    [("llama", 2, "int8"), ("llama", 4, "int4-hadamard@16"), ("gpt2", 4, "int8"), ("llama", 2, "fp8"),
+     ("gemma2", 2, "int4-hadamard"),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in [("olmo2", 2, "int6@32"), ("qwen3", 4, "int2")])],
 )  # fmt: skip
-@pytest.mark.fast("gpt2-4-int8", "llama-2-int8", "llama-4-int4-hadamard@16")
+@pytest.mark.fast("gpt2-4-int8", "llama-2-int8", "llama-2-fp8", "llama-4-int4-hadamard@16")
 def test_simulated_ranks_equal_the_oracle(family: str, ranks: int, format: str) -> None:
     program = wired(family, ranks, quantizing(format), OVERLAP)
     expected = oracle(family, ranks, functools.partial(combine, format=format))
@@ -183,6 +187,29 @@ def test_with_per_rank_residuals_it_equals_ranks_run_side_by_side(
     assert relative_error(expected, plain) >= VISIBLE
     for program in programs:
         assert relative_error(simulated(program, "llama"), expected) <= SAME
+
+
+def test_a_recipe_in_fp8_for_prompts_equals_ranks_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums travel in fp8 at rewired tokens, and exact at the others."""
+    passes = [
+        {"pass": "tensor_parallel"},
+        {"pass": "quantize_collectives", "format": "fp8", "min_bytes": 0, "phase": "prompt"},
+    ]
+    recipe = Recipe.model_validate({"name": "x", "summary": "x", "paper": "x", "passes": passes})
+    both = both_wirings(apply_recipe(traced("llama"), recipe, tp=2)[0])
+    rewired = torch.rand(2, 21, generator=torch.Generator().manual_seed(0)) < 0.6
+    mix = {layer: LayerMode("desync", (True, True), "sum") for layer in range(4)}  # every sum is kept
+
+    def summed(self: Any) -> None:
+        self._total = torch.where(rewired[..., None], combine(self._parts, "fp8"), sum(self._parts))
+
+    with torch.no_grad():
+        plain = PerRankReference(fp64("llama"), mix, 2)(batch("llama"))
+        monkeypatch.setattr(Group, "_sum", summed)
+        expected = PerRankReference(fp64("llama"), mix, 2)(batch("llama"))
+        found = simulate(both, batch("llama"), weights=doubled("llama"), rewired=rewired)
+    assert relative_error(expected, plain) >= VISIBLE
+    assert relative_error(found, expected) <= SAME
 
 
 def only(program: Program, layers: set[int]) -> Program:
@@ -358,6 +385,7 @@ RANKS = 2
 SUM = ("desync", {"n": 2, "resync": "sum"})
 CASES: dict[str, list[Step]] = {
     "tensor parallel": [quantizing(), OVERLAP],
+    "fp8": [quantizing("fp8"), OVERLAP],
     "ladder": [("ladder", {}), quantizing("int4-hadamard"), OVERLAP],
     "desync": [SUM, quantizing(), OVERLAP],
     "exact when short": [quantizing("int8", 1 << 20), OVERLAP],

@@ -36,12 +36,14 @@ ONE_HOP = (
     Case("int8", "int8", 1000),
     Case("int4-hadamard@32", "int4-hadamard@32", 517, torch.bfloat16),
     Case("int6@16", "int6@16", 1, torch.float16),
+    Case("fp8@64", "fp8@64", 700, torch.bfloat16),
     Case("int8", "int8", 0),
 )
 TWO_HOPS = (
     Case("int8", "int4-hadamard@64", 1700),
     Case("int8", "int8", 769, torch.bfloat16),
     Case("int6@16", "int8@32", 130, torch.float16),
+    Case("fp8", "int4", 900, torch.bfloat16),
     Case("int8", "int8", 0),
 )
 LAUNCHES = {  # ranks: (mesh, nodes, ranks of a node)

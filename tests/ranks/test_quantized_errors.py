@@ -69,6 +69,7 @@ def odd(group):
         "integers": lambda: quantized_all_reduce(x.int(), group, format="int8"),
         "mesh": lambda: quantized_all_reduce(x, cube, format="int8"),
         "ranks": lambda: quantized_all_reduce(x, 2, format="int8"),
+        "dithered": lambda: reduce_scatter(x, group, "fp8", seed=1),
         "divide": lambda: reduce_scatter(x[:699], group, "int8"),
     }
     messages = {name: refusal(call) for name, call in wrong.items()}
@@ -107,6 +108,7 @@ def test_what_is_not_finite_and_what_cannot_be_done():
             "integers": "quantized_all_reduce: x is torch.int32",
             "mesh": "a mesh of 3 dimensions (a 1, b 2, c 1)",
             "ranks": "expected a ProcessGroup or a DeviceMesh, not int",
+            "dithered": "quantized_reduce_scatter: format 'fp8': its levels are not uniform",
             "divide": "699 elements do not divide by 2 ranks",
         }.items():
             assert words in messages[name], name

@@ -47,7 +47,7 @@ def summed(group, dtype, wire):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("format", ["int8", "int4-hadamard@32"])
+@pytest.mark.parametrize("format", ["int8", "fp8@64", "int4-hadamard@32"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_quantized_sums_are_those_of_the_meaning(ranks, format, dtype):
     one, two = ([part[i] for part in parts(ranks, dtype)] for i in (0, 1))

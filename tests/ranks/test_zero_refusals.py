@@ -39,6 +39,7 @@ def refusals(group):
         "secondary divides": lambda: zero_plus_plus(done, secondary=3),
         "format": lambda: zero_plus_plus(done, weights="int5", node=2),
         "hops": lambda: zero_plus_plus(done, gradients="int8/int5", node=2),
+        "dithered": lambda: zero_plus_plus(done, gradients="int8/fp8", node=2),
         "weights of hops": lambda: zero_plus_plus(done, weights="int8/int4", node=2),
         "dtypes": lambda: zero_plus_plus(mixed, weights="int8", node=2),
         "other communication": lambda: zero_plus_plus(pinned, weights="int8", node=2),
@@ -50,6 +51,7 @@ def refusals(group):
         "nothing trained": lambda: node_local_optimizer(
             sharded(model().requires_grad_(False), mesh["local"]), mesh, sgd
         ),
+        "dithered between nodes": lambda: node_local_optimizer(partly, mesh, sgd, gradients="fp8@64"),
         "gradient format": lambda: node_local_optimizer(partly, mesh, sgd, gradients="int8/int4"),
     }
     found = {name: refusal(call) for name, call in calls.items()}
@@ -79,6 +81,8 @@ REFUSED = {
     "secondary divides": "secondary=3 does not divide the 4 ranks",
     "format": "weights: format 'int5'",
     "hops": "gradients: format 'int5'",
+    "dithered": "zero_plus_plus: gradients: format 'fp8': its levels are not uniform",
+    "dithered between nodes": "node_local_optimizer: gradients: format 'fp8@64': its levels are not uniform",
     "weights of hops": "weights: format 'int8/int4'",
     "dtypes": "are gathered as ['torch.bfloat16', 'torch.float32']",
     "other communication": "communicates with ProcessGroupAllocAllGather already",

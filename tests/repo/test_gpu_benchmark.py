@@ -78,7 +78,7 @@ def test_healing_runs_dry_and_goes_on_where_it_was_stopped() -> None:
 
 FIRST = {
     "environment": 16,
-    "kernels": 20,
+    "kernels": 21,
     "decode-step": 10,
     "decode-layers": 38,
     "prefill-layers": 10,
@@ -94,10 +94,10 @@ REST = {
     "tiles": 30,
     "ranks": 4,
     "decode": 18,
-    "quantize": 72,
-    "rates": 35,
+    "quantize": 76,
+    "rates": 37,
     "split": 5,
-    "rates-compiled": 28,
+    "rates-compiled": 30,
 }
 
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+import e4m3
 import torch
 from torch import Tensor
 
@@ -18,8 +19,8 @@ from rewriter.kernels.quantize import _parts, _unpack
 # the interpreter computes 1 / 0 and inf − inf where kernels choose another value afterwards
 warnings.filterwarnings("ignore", category=RuntimeWarning)
 
-FORMATS = ("int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard")
-BLOCKS = ("int8@16", "int6@64", "int2@4096", "int4-hadamard@16", "int3-hadamard@32", "int2-hadamard@1024")
+FORMATS = ("int8", "int6", "int4", "int2", "fp8", "int4-hadamard", "int3-hadamard", "int2-hadamard")
+BLOCKS = ("int8@16", "int6@64", "int2@4096", "fp8@64", "int4-hadamard@16", "int3-hadamard@32", "int2-hadamard@1024")
 SPECIAL = 11  # blocks, see `numbers`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Given = tuple[int | None, float]
@@ -120,6 +121,8 @@ ONE, LONG = "one number", "a tile that rows fill with a tail after it"
 
 def case(name: str, dtype: str, seed: str, *lengths: str) -> Iterator[tuple[str, dict[str, float]]]:
     format = parse_format(name)
+    if format.floating:
+        seed = "nearest"
     for length in lengths or (ONE, LONG):
         n = 1 if length == ONE else quantize_triton.tile_of(format).K * format.block + 12 * format.block + 77
         about = f"{name} {dtype} {seed} {n}"
@@ -154,6 +157,17 @@ def layouts() -> Iterator[tuple[str, dict[str, float]]]:
             for order in ([2, 0, 1], [1, 1]):
                 about = f"{name} {n} order {order}"
                 yield about, quantized(format, torch.float16, 7, 3, n, order=order)
+
+
+def ties() -> Iterator[tuple[str, dict[str, float]]]:
+    """Numbers of E4M3, the middles between them and what is beside these."""
+    format, x = parse_format("fp8"), e4m3.around_ties().view(1, -1)
+    n, payload = x.numel(), quantize_rows(x, format)
+    got, read = torch.empty_like(payload), torch.empty_like(x)
+    quantize_triton.quantize_rows(x, format, None, None, got)
+    yield "quantize", differences(got, payload, format, n)
+    quantize_triton.dequantize_rows(payload, format, n, None, read)
+    yield "dequantize", {"numbers": same(read, dequantize_rows(payload, format, n, x.dtype))}
 
 
 def reduced(
@@ -198,6 +212,8 @@ def sums() -> Iterator[tuple[str, dict[str, float]]]:
         ("int8", "int4-hadamard", "fp16", 3, (5, None), (0, 1 / 3)),
         ("int6", "int8", "fp32", 1, (None, 4), (None, 0.5)),
         ("int4", "int2", "fp32", 4, (-7, (1 << 31) - 1), (3, 1 / 4)),
+        ("fp8", "int4", "bf16", 3, (None, 4), (1, 0.5)),
+        ("int8", "fp8", "fp32", 2, (6, None), (None, 1.0)),
         ("int2", "int6", "fp16", 3, (None, None), (1, 2.0)),
         ("int4-hadamard", "int4-hadamard", "fp32", 3, (None, None), (1, 1 / 3)),
         ("int3-hadamard@32", "int2@32", "bf16", 2, (9, 9), (None, 1.0)),
@@ -208,7 +224,7 @@ def sums() -> Iterator[tuple[str, dict[str, float]]]:
         yield f"{name} {to}", found
 
 
-GROUPS = {"some": some, "others": others, "layouts": layouts, "sums": sums}
+GROUPS = {"some": some, "others": others, "layouts": layouts, "ties": ties, "sums": sums}
 
 
 def main() -> None:

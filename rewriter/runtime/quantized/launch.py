@@ -160,19 +160,22 @@ def _started_on_stream(schedule: Schedule, device: torch.device) -> torch.cuda.E
         return stream.record_event()
 
 
-def checked_formats(function: str, x: Tensor, topology: Topology, formats: str | Format, name: str) -> StepFormats:
+def checked_formats(
+    function: str, x: Tensor, topology: Topology, formats: str | Format, name: str, *, dithered: bool = False
+) -> StepFormats:
     """Raises RewriterError for dtypes that cannot be quantized, and for formats."""
     what = f"quantized_{function} {name}".rstrip()
     if x.dtype not in DTYPES:
         raise RewriterError(f"{what}: x is {x.dtype}, expected bfloat16, float16 or float32")
-    return step_formats(formats, topology, what)
+    return step_formats(formats, topology, what, dithered=dithered)
 
 
 def _call(
     function: str, x: Tensor, mesh_or_group: MeshOrGroup, formats: str | Format, name: str, seed: int | None = None
 ) -> QuantizedCall:
     topology = topology_of(mesh_or_group)
-    return QuantizedCall(topology, checked_formats(function, x, topology, formats, name), name, seed)
+    checked = checked_formats(function, x, topology, formats, name, dithered=seed is not None)
+    return QuantizedCall(topology, checked, name, seed)
 
 
 def _rows(x: Tensor, function: str, call: QuantizedCall) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -51,12 +52,13 @@ class StepFormats:
     inter: Format
 
 
-def step_formats(formats: str | Format, topology: Topology, name: str) -> StepFormats:
+def step_formats(formats: str | Format, topology: Topology, name: str, *, dithered: bool = False) -> StepFormats:
     """The formats "INSIDE/BETWEEN", or one for both. An axis of one rank does not need its own.
 
-    Raises RewriterError for names that are none, and for two formats where there is one group.
+    Raises RewriterError for names that are none, for formats that cannot be `dithered` where they are to be, and for
+    two formats where there is one group.
     """
-    intra, inter = known_format(formats, name, parse_formats)
+    intra, inter = known_format(formats, name, partial(parse_formats, dithered=dithered))
     if intra != inter and not topology.nodes:
         raise RewriterError(
             f'{name}: "{formats}" is a format inside nodes and one between them, but there is one group of '

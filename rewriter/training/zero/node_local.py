@@ -10,6 +10,7 @@ has, with an error far below that of 8-bit weights, since differences are small 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def node_local_optimizer(
         optimizer = node_local_optimizer(model, mesh, lambda groups: torch.optim.AdamW(groups, lr=1e-4))
 
     mesh: two dimensions, between nodes and inside the node. optimizer, params: as of `zero_optimizer`, with elementwise
-    updates only. gradients, weights: formats of what nodes exchange; gradients are dithered.
+    updates only. gradients, weights: formats of what nodes exchange; gradients are dithered, so not fp8.
 
     Keep the model in the 16-bit dtype that it computes in: master weights are kept here. Call it on all ranks, with the
     same weights on all nodes, once parameters that are not trained are frozen. Gradients are averaged over all ranks,
@@ -72,7 +73,7 @@ def node_local_optimizer(
             "names, nodes and the ranks of a node, as rewriter.training.node_mesh makes"
         )
     formats = {
-        what: known_format(name, f"node_local_optimizer: {what}", parse_format)
+        what: known_format(name, f"node_local_optimizer: {what}", partial(parse_format, dithered=what == "gradients"))
         for what, name in (("gradients", gradients), ("weights", weights))
     }
     return NodeLocalOptimizer(model, mesh, optimizer, params, **formats)

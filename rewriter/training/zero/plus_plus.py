@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -51,12 +51,12 @@ def zero_plus_plus(
 
     weights: the format that parameters are gathered in (qwZ), such as "int8"; rotated ones do badly on vectors of equal
     elements, such as the weights of a new norm, which plain ones hold well. gradients: that of reductions, inside
-    the node and between nodes (qgZ), such as "int8/int4-hadamard"; dithered. None leaves either as it is. secondary:
-    keep a copy of what forward gathered among groups of this number of neighbouring ranks until backward, which then
-    gathers from them (hpZ). Backward then computes with forward's weights, quantized or not; a forward pass gathers
-    anew once a torch optimizer has stepped or weights were written to (not through `.data`: call `reshard()` then).
-    Usually the ranks of a node; any number that divides the ranks. node: ranks per node; default what LOCAL_WORLD_SIZE
-    says, else `secondary`.
+    the node and between nodes (qgZ), such as "int8/int4-hadamard"; dithered, so not fp8. None leaves either as it is.
+    secondary: keep a copy of what forward gathered among groups of this number of neighbouring ranks until backward,
+    which then gathers from them (hpZ). Backward then computes with forward's weights, quantized or not; a forward pass
+    gathers anew once a torch optimizer has stepped or weights were written to (not through `.data`: call `reshard()`
+    then). Usually the ranks of a node; any number that divides the ranks. node: ranks per node; default what
+    LOCAL_WORLD_SIZE says, else `secondary`.
 
     Dither begins anew with each call of this: training that is resumed goes on as well, and not to the bit.
 
@@ -71,7 +71,7 @@ def zero_plus_plus(
     if weights is not None:
         known_format(weights, "zero_plus_plus: weights", parse_format)
     if gradients is not None:
-        known_format(gradients, "zero_plus_plus: gradients", parse_formats)
+        known_format(gradients, "zero_plus_plus: gradients", partial(parse_formats, dithered=True))
     groups = [group for group in groups_of(model, "zero_plus_plus") if group.process_group.size() > 1]
     ranks = _ranks(model, groups)
     if secondary is not None:

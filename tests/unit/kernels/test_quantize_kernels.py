@@ -13,7 +13,10 @@ import subprocesses
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rewriter.kernels import parse_format
+
 Found = dict[str, dict[str, float]]
+FORMATS = ["int8", "int6", "int4", "int2", "fp8", "int4-hadamard", "int3-hadamard", "int2-hadamard"]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 
@@ -25,7 +28,7 @@ def interpreted(*groups: str) -> dict[str, Found]:
     return found
 
 
-FAST = "some", "layouts", "sums"  # in one process
+FAST = "some", "layouts", "ties", "sums"  # in one process
 
 
 def wrong(found: Found) -> Found:
@@ -43,7 +46,7 @@ def wrong(found: Found) -> Found:
     return bad
 
 
-@pytest.mark.parametrize("format", ["int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_kernels_are_their_specification(format: str) -> None:
     """Every dtype; one number, and rows that fill a tile and go on; zeros, ±max, denormals, inf and NaN among them."""
     found = {case: about for case, about in interpreted(*FAST)["some"].items() if case.startswith(f"{format} ")}
@@ -54,7 +57,7 @@ def test_kernels_are_their_specification(format: str) -> None:
 @pytest.mark.slow
 def test_kernels_are_their_specification_in_all_blocks() -> None:
     found = interpreted("others")["others"]
-    assert len(found) == 7 * 16 + 6 * 24
+    assert len(found) == 7 * 16 + 6 * 24 + 2 * 12  # fp8 is never dithered
     assert wrong(found) == {}
 
 
@@ -64,10 +67,16 @@ def test_rows_are_reordered_on_the_way() -> None:
     assert wrong(found) == {}
 
 
+def test_ties_are_those_of_the_specification() -> None:
+    found = interpreted(*FAST)["ties"]
+    assert len(found) == 2
+    assert wrong(found) == {}
+
+
 def test_sums_of_payloads_are_their_specification() -> None:
     """The sum over senders and the sum sent on, with one's own part exact: bit by bit where nothing is rotated."""
     found = interpreted(*FAST)["sums"]
-    assert len(found) == 8
+    assert len(found) == 10
     for case, about in found.items():
         rotated = "hadamard" in case.split()[0]
         assert (about["NaN"], about["rest"]) == (0, 0), case
@@ -106,7 +115,7 @@ def check(compiled: Any, loads: float, stores: float, narrow: int = 16, rotation
 
 
 def check_rows(code: Any, format: str, dtype: torch.dtype, capability: int, seed: int | None) -> None:
-    bits, count = int(format[3]), code.elements(format)
+    bits, count = parse_format(format).bits, code.elements(format)
     numbers, codes, narrow = count * dtype.itemsize, count * bits / 8, 8 if bits == 3 else 16
     rotation = ROTATION * format.endswith("hadamard")
     quantizing = code.quantizing(format, dtype, capability, seed)
@@ -129,16 +138,17 @@ def check_rows(code: Any, format: str, dtype: torch.dtype, capability: int, seed
 )
 @pytest.mark.slow
 def test_compiled_kernels_move_whole_vectors_and_spill_nothing(code: Any, capability: int) -> None:
-    for format in ("int8", "int4"):
+    for format in ("int8", "fp8", "int4"):
         check_rows(code, format, torch.bfloat16, capability, None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("format", ["int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_every_compiled_kernel(code: Any, format: str, capability: int) -> None:
-    count, bits, narrow = code.elements(format), int(format[3]), 8 if format[3] == "3" else 16
-    for dtype, seed in ((torch.bfloat16, 1), (torch.float32, None)):
+    count, bits = code.elements(format), parse_format(format).bits
+    narrow = 8 if bits == 3 else 16
+    for dtype, seed in ((torch.bfloat16, None if format == "fp8" else 1), (torch.float32, None)):
         check_rows(code, format, dtype, capability, seed)
         numbers, rotation = count * dtype.itemsize, ROTATION * format.endswith("hadamard")
         check(code.reducing(format, dtype, capability, seed), numbers + count * bits / 8, numbers, narrow, rotation)
@@ -171,7 +181,7 @@ class ComputedOn(TorchDispatchMode):
 
 def test_constants_are_copied_to_their_device_when_they_are_done() -> None:
     """A kernel that makes them runs on one stream, and a user on another one would not wait for it."""
-    from rewriter.kernels import blocks, parse_format, quantize_triton
+    from rewriter.kernels import blocks, quantize_triton
 
     format, device = parse_format("int3-hadamard"), torch.device("meta")
     tile = quantize_triton.tile_of(format)

@@ -83,7 +83,7 @@ def simulated(program: Program, length: int) -> Tensor:
     return simulate(program, ids(length), weights={n: t.double() for n, t in weights("llama").items()})
 
 
-@pytest.mark.parametrize("format", ["int8@16", "int4@16"])
+@pytest.mark.parametrize("format", ["int8@16", "fp8@16", "int4@16"])
 def test_simulated_ranks_equal_the_model_with_dequantized_keys_on_any_grid(format: str) -> None:
     expected = original(21, format)
     assert relative_error(expected, original(21)) > 1e-4

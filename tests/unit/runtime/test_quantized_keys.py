@@ -46,7 +46,7 @@ from rewriter.runtime.attention.sequence_axis import ALGORITHMS, SequenceAxis
 # --- vectors ---
 
 
-@pytest.mark.parametrize("name", ["int8", "int6@16", "int4-hadamard@64", "int3-hadamard@32", "int2@64"])
+@pytest.mark.parametrize("name", ["int8", "fp8@32", "int6@16", "int4-hadamard@64", "int3-hadamard@32", "int2@64"])
 @pytest.mark.parametrize("size", [128, 100, 16])
 def test_a_vector_is_quantized_as_by_itself_and_can_be_taken_out(name, size):
     format = parse_format(name)
@@ -62,7 +62,14 @@ def test_a_vector_is_quantized_as_by_itself_and_can_be_taken_out(name, size):
 
 @pytest.mark.parametrize(
     ("name", "size", "expected"),
-    [("int8", 128, 130), ("int4-hadamard", 128, 66), ("int8@64", 64, 66), ("int8", 64, 130), ("int6@16", 80, 70)],
+    [
+        ("int8", 128, 130),
+        ("int4-hadamard", 128, 66),
+        ("int8@64", 64, 66),
+        ("int8", 64, 130),
+        ("fp8@64", 64, 66),
+        ("int6@16", 80, 70),
+    ],
 )
 def test_a_vector_of_whole_blocks_has_its_codes_and_scales_and_nothing_else(name, size, expected):
     """Of 128 elements 130 bytes in int8, of 64 the same: filled up, so that a block of 64 is what they want."""
@@ -104,6 +111,7 @@ CASES = [
     ),
     Case(on(ulysses(4), "int6@16"), **{**FLOATS, "heads": (8, 2)}, length=30),  # heads are repeated on the wire
     Case(on(attention2d(2, 2, 1), "int8@16"), **FLOATS, length=30, sinks=True, padding=4),
+    Case(on(ring(4), "fp8@16"), **FLOATS, length=37),
     Case(on(attention2d(2, 1, 2), "int3-hadamard@16"), **FLOATS, length=30),
     Case(on(GRID, "int8@16"), (16, 4), PADDED, dtype=torch.bfloat16),
     Case(on(ring(4), "int4@16"), (16, 4), DIVIDES, mask=FULL, dtype=torch.bfloat16),
