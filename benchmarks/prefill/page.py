@@ -26,6 +26,7 @@ def write() -> None:
     template = TEMPLATE.read_text(encoding="utf-8")
     qualities, healed, timed = (record.get(kind, []) for kind in ("quality", "healing", "times"))
     parts = {"quality": quality(qualities), "healing": healing(healed), "times": times(timed)}
+    parts["serving"] = times(record.get("serving", []))
     PAGE.write_text(template.format(**parts), encoding="utf-8")
     CHART.write_text(chart(qualities, healed, timed), encoding="utf-8")
 

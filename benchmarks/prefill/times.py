@@ -43,12 +43,12 @@ RECIPES = (
     "prefill-desync-4x-sum", "prefill-desync-2x-sum-int8",
 )  # fmt: skip
 STANDARD = RECIPES[0]
-LINKS = ("0.1 Gb/s", "1 Gb/s", "as on PCIe")
+LINKS = ("0.1 Gb/s", "1 Gb/s", page.LINK)
 PREDICTED = "predicted"
 RANK = "benchmarks.prefill.rank"
 UNLIMITED = 4e9  # bytes a second
 AS_ON_PCIE = 3.0  # seconds of sums by those of computation
-GIGABIT = 125e6
+RATES = {LINKS[0]: 12.5e6, LINKS[1]: 125e6}
 SECONDS = 580.0
 STEPS = 16  # of decoding, timed together
 
@@ -64,12 +64,13 @@ class Bench:
     lengths: Sequence[int]
     repetitions: int
     dtype: str
+    module: str = RANK  # that a rank runs on the link
 
     def times(self, rate: float, steps: int = 0) -> list[dict[str, Any]]:
         """The results of each rank at this rate, in bytes a second. Raises RewriterError where ranks chose different
         tokens."""
         self.link.set_rate(rate)
-        found = launch(self.link, RANK, self._spec(steps), self.tp, timeout=SECONDS)
+        found = launch(self.link, self.module, self._spec(steps), self.tp, timeout=SECONDS)
         for name in found[0]["tokens"]:
             if any(rank["tokens"][name] != found[0]["tokens"][name] for rank in found):
                 raise RewriterError(f"{name}: the ranks chose different tokens")
@@ -112,6 +113,10 @@ class Bench:
             for name in found[0]["seconds"]
         }
 
+    def steps(self, found: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """By output, the median of the slower rank's seconds of a decode step."""
+        return {name: statistics.median(map(max, *(rank["steps"][name] for rank in found))) for name in self.outputs}
+
 
 def prepared(model: Path, directory: Path, recipes: Sequence[str], tp: int) -> dict[str, str]:
     """Outputs by recipe: those that it takes."""
@@ -137,29 +142,39 @@ def random_llama(directory: Path) -> Path:
     return directory
 
 
+def as_on_pcie(bench: Bench, free: float) -> tuple[float, dict[str, dict[int, float]]]:
+    """(bytes a second at which the sums of the longest prompt of the standard model take three times as long as its
+    computation, medians there). `free` are its seconds without a limit."""
+    longest = bench.lengths[-1]
+    sum_bytes, sums = bench.sums(longest)
+    rate = sums * sum_bytes * 2 * (bench.tp - 1) / bench.tp / (AS_ON_PCIE * free)
+    timed = bench.medians(bench.times(rate))
+    share = timed[STANDARD][longest] / free - 1
+    if abs(share - AS_ON_PCIE) > 0.3:  # what is not bytes
+        rate *= share / AS_ON_PCIE
+        timed = bench.medians(bench.times(rate))
+    return rate, timed
+
+
 def measured(bench: Bench, links: Sequence[str], console: Console) -> dict[str, Any]:
     """Times by rate of the link."""
     unlimited = bench.times(UNLIMITED, steps=STEPS)
-    free = bench.medians(unlimited)[STANDARD]
-    longest = bench.lengths[-1]
-    sum_bytes, sums = bench.sums(longest)
-    sent = sums * sum_bytes * 2 * (bench.tp - 1) / bench.tp
-    rates = {LINKS[0]: GIGABIT / 10, LINKS[1]: GIGABIT, LINKS[2]: sent / (AS_ON_PCIE * free[longest])}
-    steps = {n: statistics.median(map(max, *(rank["steps"][n] for rank in unlimited))) for n in bench.outputs}
+    found: dict[str, Any] = {"without a limit": bench.medians(unlimited), "decode step": bench.steps(unlimited)}
+    free = found["without a limit"][STANDARD][bench.lengths[-1]]
+    steps = found["decode step"]
     console.print(
         "a decode step, as a share of standard's:", {n: round(s / steps[STANDARD], 3) for n, s in steps.items()}
     )
-    found: dict[str, Any] = {"without a limit": bench.medians(unlimited), "decode step": steps}
     for name in links:
-        rate = rates[name]
-        timed = bench.medians(bench.times(rate))
-        share = timed[STANDARD][longest] / free[longest] - 1
-        if name == LINKS[2] and abs(share - AS_ON_PCIE) > 0.3:  # what is not bytes
-            rate *= share / AS_ON_PCIE
+        if name == page.LINK:
+            rate, timed = as_on_pcie(bench, free)
+        else:
+            rate = RATES[name]
             timed = bench.medians(bench.times(rate))
         console.print(table(f"{name}: {rate / 1e6:.1f} MB/s, {bench.link.dropped()} segments dropped", timed))
         found[name] = {"rate": rate, **timed}
-        if name == LINKS[2]:
+        if name == page.LINK:
+            sum_bytes, _ = bench.sums(bench.lengths[-1])
             found[PREDICTED] = bench.medians(bench.predicted(1 << (sum_bytes - 1).bit_length()))
             console.print(table(f"{name}, {PREDICTED}", found[PREDICTED]))
             off = {

@@ -22,7 +22,7 @@ from rewriter.common.text_settings import text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.output.manifest import Manifest, damage, healing, read_manifest
 from rewriter.output.names import MANIFEST
-from rewriter.output.sum_schedule import Unsupported, schedule_of
+from rewriter.output.sum_schedule import Unsupported, hf_overrides, schedule_of
 from rewriter.weights import Checkpoint
 
 Engine = Literal["vllm", "transformers"]
@@ -202,11 +202,9 @@ def _plugin() -> bool:
 
 
 def _as_quantized(root: Path) -> list[str]:
-    """Options that let vLLM quantize the sums of a checkpoint with the source's own architecture: the plugin's name."""
-    config = _config(root)
-    if not config.get("rewriter_quantized") or "rewriter_layers" in config or not _plugin():
-        return []
-    return ["--hf-overrides", json.dumps({"architectures": [f"Rewriter{name}" for name in config["architectures"]]})]
+    """Options that let vLLM quantize the sums of a checkpoint with the source's own architecture."""
+    overrides = hf_overrides(_config(root))
+    return ["--hf-overrides", json.dumps(overrides)] if overrides and _plugin() else []
 
 
 # --- notes

@@ -154,3 +154,11 @@ def _sum(said: str | None, before: Sum, late: bool, next_late: bool, merges: boo
     if next_late:
         return Sum.STEP if under_way else Sum.BEGIN
     return Sum.DRAIN if under_way else Sum.INSIDE
+
+
+def hf_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM has to be told of the checkpoint with this config.json, so that the plugin serves it: the plugin's
+    name, where the source's own was kept because only sums are quantized."""
+    if not config.get("rewriter_quantized") or "rewriter_layers" in config:
+        return {}
+    return {"architectures": [f"Rewriter{name}" for name in config["architectures"]]}

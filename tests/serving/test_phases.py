@@ -12,16 +12,19 @@ import tiny_models
 from cases import Case, of_transformers, of_vllm, prompts, rewritten, shortfall
 
 LADDER, DESYNC, QUANTIZED = "prefill-ladder-upper-half", "prefill-desync-2x-sum", "prefill-int8"
+DESYNC_QUANTIZED = "prefill-desync-2x-sum-int8"
+COARSE = "int4-hadamard@32"
+OF_QUANTIZED = (
+    ("quantize_collectives.exact_tail", 3),
+    ("quantize_collectives.exact_head", 2),
+    ("quantize_collectives.min_bytes", 0),
+    ("quantize_collectives.format", COARSE),
+)
 ENDS = {
     LADDER: (("ladder.exact_tail", 3), ("ladder.exact_head", 2)),
     DESYNC: (("desync.exact_tail", 3), ("desync.exact_head", 2)),
-    QUANTIZED: (
-        ("quantize_collectives.exact_tail", 3),
-        ("quantize_collectives.exact_head", 2),
-        ("quantize_collectives.min_bytes", 0),
-        ("quantize_collectives.format", "int4-hadamard@32"),
-    ),
 }
+ENDS |= {QUANTIZED: OF_QUANTIZED, DESYNC_QUANTIZED: (*ENDS[DESYNC], *OF_QUANTIZED)}
 
 
 def phased(recipe, tp, eager=True, family="llama", **others):
@@ -38,12 +41,19 @@ BF16 = phased(LADDER, 1, every=3, engine={"dtype": "bfloat16"})
 SHARED = (*ONE_RANK, *FAULTS, BF16)  # one process
 TURNS = [phased(LADDER, 1, engine={"max_num_seqs": 1}, fault=fault) for fault in (None, "unsalted")]
 TWO_RANKS = {recipe: [phased(recipe, 2, eager, every=3) for eager in (True, False)] for recipe in (LADDER, DESYNC)}
+THREE_RANKS = [phased(recipe, 3, family="llama@3", every=3) for recipe in (LADDER, DESYNC)]
+THREE_COMPILED = [phased(recipe, 3, False, "llama@3", every=3) for recipe in (LADDER, DESYNC)]
 # OLMo 2 has no layers of its own in vLLM; the original DeepSeek gives other tokens there than in transformers
 APART = ("llama", "olmo2", "deepseek_v3")
 OTHERS = [phased(LADDER, 1, family=f, every=3) for f in tiny_models.FAMILIES if f not in APART]
 EXPERTS = [phased(recipe, 2, family="qwen3_moe", every=3) for recipe in (LADDER, DESYNC)]
 PLUGIN = {"hf_overrides": {"architectures": ["RewriterLlamaForCausalLM"]}}  # as `rewrite serve` passes
 FEW_BITS = [phased(QUANTIZED, 2, engine=PLUGIN), phased(QUANTIZED, 2, False, engine=PLUGIN), phased(QUANTIZED, 2)]
+LONG_ONLY = {"hf_overrides": {"rewriter_quantized": [{"format": COARSE, "min_bytes": 1 << 20}]}}  # no message here
+FEW_BITS_AND_SUMS = [
+    *(phased(DESYNC_QUANTIZED, 2, eager) for eager in (True, False)),
+    phased(DESYNC_QUANTIZED, 2, engine=LONG_ONLY),
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +85,17 @@ def test_one_rank(case, ran, expected):
 @pytest.mark.parametrize("case", [case for group in TWO_RANKS.values() for case in group], ids=str)
 def test_two_ranks(case, ran, expected):
     check(case, TWO_RANKS[case.recipe], ran, expected)
+
+
+@pytest.mark.parametrize("case", THREE_RANKS, ids=str)
+def test_three_ranks(case, ran, expected):
+    check(case, THREE_RANKS, ran, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", THREE_COMPILED, ids=str)
+def test_compiled_on_three_ranks(case, ran, expected):
+    check(case, THREE_COMPILED, ran, expected)
 
 
 @pytest.mark.slow
@@ -127,6 +148,21 @@ def test_sums_of_rewired_tokens_travel_quantized(root, ran, expected):
         assert result["tokens"] != exact
         assert result["tokens"][5] == exact[5]  # the prompt of one token, which is exact
         assert shortfall(rewritten(FEW_BITS[0], root), prompts(), result["tokens"]) < 1.0
+
+
+def test_the_sums_that_desync_keeps_travel_quantized(root, ran, expected):
+    """The adapted checkpoint leaves out the same sums; what ranks make of it differs by the quantization."""
+    exact = expected(DESYNC_QUANTIZED, 2)
+    results = [ran(tuple(FEW_BITS_AND_SUMS))[str(case)] for case in FEW_BITS_AND_SUMS]
+    for result in results:
+        assert "error" not in result, result["log"][-3000:]
+        assert f"4 of 4 all-reduces travel as {COARSE}" in result["log"]
+    *quantized, long_only = (result["tokens"] for result in results)
+    assert long_only == exact
+    for tokens in quantized:
+        assert tokens != exact
+        assert tokens[5] == exact[5]  # the prompt of one token, which is exact
+        assert shortfall(rewritten(FEW_BITS_AND_SUMS[0], root), prompts(), tokens) < 1.0
 
 
 def test_the_other_model_runner_is_not_taken(root):

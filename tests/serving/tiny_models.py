@@ -55,11 +55,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 256},
     "olmo2": {},
 }
+# Sizes that other numbers of ranks divide, by family@ranks.
+_OF_RANKS: dict[str, dict[str, Any]] = {
+    "llama@3": {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 192, "vocab_size": 192},
+}
 
 
 def write(family: str, directory: Path, **changes: Any) -> Path:
     """A checkpoint of this family in fp32, in `directory`; `changes` are of its config."""
-    config = CONFIG_MAPPING[family](**_COMMON | FAMILIES[family] | changes)
+    name = family.partition("@")[0]
+    config = CONFIG_MAPPING[name](**_COMMON | FAMILIES[name] | _OF_RANKS.get(family, {}) | changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
