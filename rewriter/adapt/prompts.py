@@ -2,7 +2,9 @@
 
 Every segment of a row begins with a prompt. The cut, its length, is drawn for each segment of each row in each epoch,
 or fixed where a loss is measured. What follows the rewired tokens is exact and reads the keys and values that they
-left: that is what is learned. A share of the rows has no prompt, and keeps the exact wiring where it was.
+left: that is what is learned. A share of the rows has no prompt, and keeps the exact wiring where it was. Texts hardly
+ever need more of a prompt than its gist: where a teacher is followed, rewired tokens follow a share of the prompts once
+more, so that finding them is learned too.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from rewriter.runtime.replicas import IGNORED
 
 EXACT_ROWS = 0.25
 """The share of rows that are trained on without a prompt."""
+REPEATED_ROWS = 0.25
+"""The share of rows whose prompts are followed by a part of themselves: answers that stand in the prompt."""
 
 Row = dict[str, Tensor]
 
@@ -58,7 +62,8 @@ def with_prompts(data: RunData, phase: PromptPhase, options: AdaptOptions, seed:
             f"{data.evaluation}: no example has {shortest + 1} tokens, of which one is rewired ({phase}) and one comes "
             "after its prompt. Give longer examples, as data and with --eval, or a greater --length"
         )
-    trained = PromptRows(data.rows, phase, seed, whole=options.prompt_weights)
+    repeats = options.method == "distill"  # nobody would write so
+    trained = PromptRows(data.rows, phase, seed, whole=options.prompt_weights, repeats=repeats)
     return replace(
         data, rows=trained, held_out=measured, evaluation=f"{data.evaluation}, after prompts of four fifths of each"
     )
@@ -75,14 +80,18 @@ class PromptRows(Dataset[Row]):
     With a `seed`, cuts are drawn: they follow from it, the row and the epoch alone, so that they are the same on any
     number of ranks and after an interruption. Row i of epoch e is `self[e * len(self) + i]`. What counts is what an
     exact token after the rewired ones predicts, or in the share of rows without a prompt every token. Without a seed a
-    prompt is four fifths of its segment, and what counts is what comes after the prompt.
+    prompt is four fifths of its segment, and what counts is what comes after the prompt. `repeats`: a part of its
+    rewired tokens follows the prompt in a share of the rows.
 
     `whole`: all tokens of an example, which has a row of its own, but the first `exact_head` are rewired, and all are
     targets: for what is learned from keys and values.
     """
 
-    def __init__(self, rows: Dataset[Row], phase: PromptPhase, seed: int | None = None, *, whole: bool = False) -> None:
-        self.rows, self.phase, self.seed, self.whole = rows, phase, seed, whole
+    def __init__(
+        self, rows: Dataset[Row], phase: PromptPhase, seed: int | None = None, *, whole: bool = False,
+        repeats: bool = False,
+    ) -> None:  # fmt: skip
+        self.rows, self.phase, self.seed, self.whole, self.repeats = rows, phase, seed, whole, repeats
 
     def __len__(self) -> int:
         return len(self.rows)  # type: ignore[arg-type]
@@ -98,31 +107,52 @@ class PromptRows(Dataset[Row]):
         draw = np.random.default_rng([self.seed % 2**64, epoch, index])
         if draw.random() < EXACT_ROWS:
             return row | {REWIRED: torch.zeros_like(row["labels"], dtype=torch.bool)}
+        repeats = self.repeats and draw.random() < REPEATED_ROWS
         shortest = shortest_prompt(self.phase)
-        return with_cuts(row, self.phase, lambda _, last: int(draw.integers(shortest, last + 1)), self.phase.exact_tail)
+
+        def cut_of(size: int, last: int) -> int:
+            return int(draw.integers(shortest, last + 1))
+
+        return with_cuts(row, self.phase, cut_of, self.phase.exact_tail, draw if repeats else None)
 
     def _fixed(self, size: int, last: int) -> int:
         return min(max(size * 4 // 5, shortest_prompt(self.phase)), last)
 
 
-def with_cuts(row: Row, phase: PromptPhase, cut_of: Callable[[int, int], int], counted: int) -> Row:
+def with_cuts(
+    row: Row, phase: PromptPhase, cut_of: Callable[[int, int], int], counted: int,
+    repeats: np.random.Generator | None = None,
+) -> Row:  # fmt: skip
     """`row` with prompts: of a segment as long as `cut_of` says, given its size and the place of its last target.
 
     Targets count that the last `counted` tokens of the prompt predict, or tokens after it. A segment that holds no
-    rewired token and a target after its prompt is exact, and counts nothing.
+    rewired token and a target after its prompt is exact, and counts nothing. After each prompt come some of its rewired
+    tokens once more, drawn by `repeats`, where that is given.
     """
-    labels, rewired = torch.full_like(row["labels"], IGNORED), torch.zeros_like(row["labels"], dtype=torch.bool)
+    ids, given = row["input_ids"].clone(), row["labels"].clone()
+    labels, rewired = torch.full_like(given, IGNORED), torch.zeros_like(given, dtype=torch.bool)
     for place in segments(row["segment_ids"]):
-        own = row["labels"][place]
-        targets = torch.nonzero(own != IGNORED)
+        targets = torch.nonzero(given[place] != IGNORED)
         last = int(targets[-1]) if len(targets) else 0
         if last < shortest_prompt(phase):
             continue
-        cut = cut_of(len(own), last)
-        rewired[place] = phase.rewired(len(own), prompt=cut)[0]
+        size = len(given[place])
+        cut = cut_of(size, last)
+        rewired[place] = phase.rewired(size, prompt=cut)[0]
+        if repeats is not None:
+            again = repeated(ids[place][phase.exact_head : cut - phase.exact_tail], size - cut, repeats)
+            for tokens in (ids, given):
+                tokens[place][cut : cut + len(again)] = again
         first = cut - counted + 1  # the target of the first token that counts
-        labels[place][first:] = own[first:]
-    return row | {"labels": labels, REWIRED: rewired}
+        labels[place][first:] = given[place][first:]
+    return row | {"input_ids": ids, "labels": labels, REWIRED: rewired}
+
+
+def repeated(tokens_N: Tensor, most: int, draw: np.random.Generator) -> Tensor:
+    """A run of `tokens_N`, int64, as long as it may be: `most`, or all of them."""
+    count = min(len(tokens_N), most)
+    start = int(draw.integers(0, len(tokens_N) - count + 1))
+    return tokens_N[start : start + count].clone()
 
 
 def segments(segment_ids_S: Tensor) -> Iterator[slice]:

@@ -25,7 +25,7 @@ from rewriter.adapt.loop import Order, PromptOrder
 from rewriter.adapt.models import HuggingFaceModel, freeze_unchanged, share_frozen, trunk_of
 from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.prompt_weights import Prefilled, require_keys
-from rewriter.adapt.prompts import EXACT_ROWS, PromptRows, phase_of
+from rewriter.adapt.prompts import EXACT_ROWS, REPEATED_ROWS, PromptRows, phase_of
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import plan, schedule
 from rewriter.adapt.token_rows import load_rows
@@ -98,6 +98,37 @@ def test_cuts_follow_from_seed_row_and_epoch_and_cover_all_lengths() -> None:
     rows = [(mine["rewired"], theirs["rewired"]) for mine, theirs in ((one[i], other[i]) for i in range(60))]
     assert any(not torch.equal(a, b) for a, b in rows), "the seed has no say"
     assert any(not torch.equal(one[i]["rewired"], one[i + 3]["rewired"]) for i in range(60)), "nor has the epoch"
+
+
+def test_a_share_of_prompts_is_followed_by_rewired_tokens_of_its_own() -> None:
+    rows, plain = PromptRows(Packed(), PHASE, 5, repeats=True), Packed()
+    repeats, starts, prompted = 0, set(), 0
+    for number in range(300 * len(SIZES)):
+        index, row = number % len(SIZES), rows[number]
+        if not row["rewired"].any():
+            assert torch.equal(row["input_ids"], plain[index]["input_ids"])
+            continue
+        prompted += 1
+        changed, at = False, 0
+        for size, cut in zip(SIZES[index], cuts(row, index), strict=True):
+            own, before = row["input_ids"][at : at + size], plain[index]["input_ids"][at : at + size]
+            labels = row["labels"][at : at + size]
+            assert torch.equal(own[: cut or size], before[: cut or size]), "the prompt itself"
+            if cut is not None and not torch.equal(own, before):
+                changed = True
+                prompt = own[PHASE.exact_head : cut - PHASE.exact_tail].tolist()
+                count = min(len(prompt), size - cut)
+                again = own[cut : cut + count].tolist()
+                found = [i for i in range(len(prompt) - count + 1) if prompt[i : i + count] == again]
+                assert found, "no run of rewired tokens"
+                starts.update(found)
+                assert torch.equal(own[cut + count :], before[cut + count :])
+            if cut is not None:
+                assert torch.equal(labels[cut:], own[cut:])
+            at += size
+        repeats += changed
+    assert abs(repeats / prompted - REPEATED_ROWS) < 0.05
+    assert len(starts) > 10
 
 
 @pytest.mark.parametrize("seed", [0, None])
