@@ -160,6 +160,13 @@ def test_every_way_to_generate_gives_the_same(family: str, recipe: str, way: str
     assert text[0, len(prompt) :].tolist() == expected
 
 
+def test_a_prompt_of_embeddings_gives_the_same_text() -> None:
+    model, ids = phased.shared("llama", "ladder"), phased.batch("llama")
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    text = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
+    assert text.tolist() == model.generate(ids, **options)[:, ids.shape[1] :].tolist()
+
+
 def test_beams_have_the_masks_of_their_rows() -> None:
     model, inputs = phased.shared("llama", "ladder"), emitted.left_padded(zoo.prompts(3))
     mask = phased.random_mask(inputs["input_ids"])

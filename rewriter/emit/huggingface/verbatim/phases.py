@@ -126,8 +126,9 @@ class PhasedGeneration:
         others = {name: value for name, value in model_kwargs.items() if name != "rewired"}
         return super()._get_candidate_generator(*args, model_kwargs=others, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids, *args, rewired=None, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+    def prepare_inputs_for_generation(self, input_ids, *args, rewired=None, inputs_embeds=None, **kwargs):
+        # transformers reads off the names of these arguments that prompts may be embeddings
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if rewired is not None:
             embeds = inputs.get("inputs_embeds")
             tokens = inputs["input_ids"] if embeds is None else embeds
