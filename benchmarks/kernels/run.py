@@ -12,13 +12,13 @@ import sys
 import torch
 
 from benchmarks.gpu.merge import merging
+from benchmarks.gpu.quantize import BY_128 as FORMATS
 from benchmarks.gpu.quantize import rates, rates_compiled, seeds
 from benchmarks.gpu.report import Scale, Table
 from benchmarks.kernels.merge_code import ARCHITECTURES, Code
 from benchmarks.kernels.quantize_code import dequantizing, elements, quantizing, reducing, requantizing
 from rewriter.kernels import dequantize_reduce, dequantize_rows, parse_format, quantize_rows
 
-FORMATS = ("int8", "int6", "int4", "int2", "fp8", "int4-hadamard", "int3-hadamard", "int2-hadamard")
 BF16 = torch.bfloat16
 
 

@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.healing.run import STAGES, WAYS, cases, trained
 from benchmarks.prefill import page
 from benchmarks.prefill.quality import AFTER, WINDOWS, compared, windows
+from benchmarks.support.prompt_cache import cached_prompt
 from rewriter.check.drift import CALIBRATION
-from rewriter.common.cache_names import cache_argument
-from rewriter.ir.phases import PromptPhase
 
 PROMPTS = "weights for prompts"
 WATCHED = 4  # windows
@@ -50,16 +49,13 @@ def beginnings(tokenizer: Any, texts: Path, prompt: int) -> Tensor:
 
 
 @torch.no_grad()
-def after_prompts(prompts: Any, model: Any, ids_NT: Tensor, phase: PromptPhase) -> Tensor:
+def after_prompts(prompts: Any, model: Any, ids_NT: Tensor) -> Tensor:
     """log-probabilities [N, AFTER, V] of the tokens after each prompt: `prompts` computes it up to its last rewired
     token, `model` what follows."""
-    size = ids_NT.shape[1] - AFTER
-    end = size - phase.exact_tail
     rows = []
     for ids in ids_NT.split(1):
-        cached: dict[str, Any] = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
-        prompts(ids[:, :end], rewired=phase.rewired(size, prompt=size)[:, :end], **cached)
-        logits = model(ids[:, end:], **cached).logits.float()
+        end, cached = cached_prompt(prompts, model, ids[:, :-AFTER])
+        logits = model(ids[:, end:], use_cache=True, **cached).logits.float()
         rows.append(logits[0, -AFTER - 1 : -1].log_softmax(-1))
     return torch.stack(rows)
 
@@ -102,11 +98,11 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def qualities(original: Any, before: Any, after: Any, following: Any, ids: Tensor) -> dict[str, Any]:
     """By what is measured: the original, what the recipe wrote, the healed model (`following` computes what comes after
     the prompt), and that with nothing rewired."""
-    phase, expected = PromptPhase(**before.config.rewriter_phase), exactly(original, ids)
+    expected = exactly(original, ids)
     found = {
         "original": expected,
-        "before": after_prompts(before, before, ids, phase),
-        "after": after_prompts(after, following, ids, phase),
+        "before": after_prompts(before, before, ids),
+        "after": after_prompts(after, following, ids),
         "exact prompt": exactly(following, ids),
     }
     return {name: asdict(compared(one, expected, ids)) for name, one in found.items()}

@@ -85,18 +85,18 @@ def times(entries: Sequence[Run]) -> str:
                 continue
             where = f"{entry['model']}, {entry['tp']} ranks, {entry['dtype']}"
             tables.append(f"{where}, {link} ({found['rate'] / 1e6:.1f} MB/s each way):")
-            standard = found[STANDARD]
+            timed = {name: seconds for name, seconds in found.items() if name != "rate"}
+            standard = timed[STANDARD]
             predicted = entry["links"].get(PREDICTED) if link == LINK else None
             head = ["recipe", *(f"{int(n):,}" for n in standard)]
             rows = [
                 [f"`{name}`", *(f"{s:.2f} s, {s / standard[n]:.2f}" for n, s in seconds.items())]
-                for name, seconds in found.items()
-                if name != "rate"
+                for name, seconds in timed.items()
             ]
             if predicted is not None:
                 head += [f"{int(n):,} predicted" for n in standard]
-                for row, name in zip(rows, (name for name in found if name != "rate"), strict=True):
-                    row += [f"{s:.2f} s, {s / found[name][n] - 1:+.0%}" for n, s in predicted[name].items()]
+                for row, (name, seconds) in zip(rows, timed.items(), strict=True):
+                    row += [f"{s:.2f} s, {s / seconds[n] - 1:+.0%}" for n, s in predicted[name].items()]
             tables.append(_table(head, rows))
     return "\n\n".join(tables)
 

@@ -103,6 +103,11 @@ class Bench:
         size = getattr(torch, self.dtype).itemsize
         return length * config["hidden_size"] * size, 2 * config["num_hidden_layers"] + 1
 
+    def sent(self, length: int) -> float:
+        """Bytes that a rank sends for the sums of a prompt of the standard model."""
+        sum_bytes, sums = self.sums(length)
+        return sums * sum_bytes * 2 * (self.tp - 1) / self.tp
+
     def medians(self, found: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
         """By output and length, the median of the slower rank's seconds."""
         return {
@@ -146,8 +151,7 @@ def as_on_pcie(bench: Bench, free: float) -> tuple[float, dict[str, dict[int, fl
     """(bytes a second at which the sums of the longest prompt of the standard model take three times as long as its
     computation, medians there). `free` are its seconds without a limit."""
     longest = bench.lengths[-1]
-    sum_bytes, sums = bench.sums(longest)
-    rate = sums * sum_bytes * 2 * (bench.tp - 1) / bench.tp / (AS_ON_PCIE * free)
+    rate = bench.sent(longest) / (AS_ON_PCIE * free)
     timed = bench.medians(bench.times(rate))
     share = timed[STANDARD][longest] / free - 1
     if abs(share - AS_ON_PCIE) > 0.3:  # what is not bytes

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from benchmarks.support.namespaces import INTERFACE, Network
 from rewriter.common.processes import environment, rank_main, run_ranks
-from rewriter.emulation import EmulationConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +62,8 @@ def main(measure: Callable[[dict[str, Any], int], Any]) -> None:
             os.sched_setaffinity(0, {spec["cores"][rank]})  # before any thread exists: gloo's own threads inherit it
         torch.set_num_threads(1)
         if "emulation" in spec:
+            from rewriter.emulation import EmulationConfig
+
             options: Any = EmulationConfig(world_size=spec["ranks"], real=(rank,), **spec["emulation"])
             backend, store = "emulated", dist.HashStore()
         else:

@@ -157,7 +157,7 @@ def _sum(said: str | None, before: Sum, late: bool, next_late: bool, merges: boo
 
 
 def hf_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM has to be told of the checkpoint with this config.json, so that the plugin serves it: the plugin's
+    """Values in place of those of this config.json by which the plugin serves the checkpoint in vLLM: the plugin's
     name, where the source's own was kept because only sums are quantized."""
     if not config.get("rewriter_quantized") or "rewriter_layers" in config:
         return {}
