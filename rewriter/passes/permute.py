@@ -120,7 +120,7 @@ class Permute(Pass):
         heads = sum(block.heads for block, _ in chosen)
         summary = f"{moved} units to other ranks, in {heads} attention blocks and {len(chosen) - heads} MLP blocks"
         if not chosen:
-            summary = "no order was found that is better than the one on disk"
+            summary = "every head and channel stays on the rank that its place on disk gives it"
         elif self.applied:
             summary += "; the weights are in this order already"
         refused: dict[str, list[str]] = {}

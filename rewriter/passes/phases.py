@@ -11,7 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import fx
 
@@ -42,6 +42,11 @@ class PhasedPass(Pass):
     exact_head: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.phase not in get_args(Phase):
+            raise RewriterError(f"phase: {self.phase!r}; expected {' or '.join(get_args(Phase))}")
+        for name in ("exact_tail", "exact_head"):
+            if type(getattr(self, name)) is not int:
+                raise RewriterError(f"{name}: {getattr(self, name)!r}; expected a number of tokens, an int")
         if self.exact_tail < 1:
             raise RewriterError(
                 f"exact_tail: {self.exact_tail}; the logits of the last token of a prompt begin the answer, so that it "

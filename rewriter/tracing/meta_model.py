@@ -54,7 +54,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     Raises RewriterError when there is no such model, or when it needs code that was not allowed to run.
     """
     if isinstance(source, PreTrainedConfig):
-        refuse_per_rank(source.model_type, source.to_dict())
+        refuse_output(source.model_type, source.to_dict())
         return source
     path = Path(source)
     looks_local = os.path.lexists(path) or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
@@ -68,7 +68,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
         if path.exists():
             file = path if path.is_file() else path / "config.json"
             data = read_json(file, "It is no Hugging Face config: download it again, or name another model.")
-            refuse_per_rank(source, data)
+            refuse_output(source, data)
             check_values(file, data)
             if needs_own_code(data) and not trust_remote_code:
                 raise RewriterError(
@@ -79,7 +79,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
             if path.is_file():
                 return AutoConfig.for_model(**data)
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-        refuse_per_rank(source, config.to_dict())
+        refuse_output(source, config.to_dict())
         if not path.exists():
             check_values(str(source), config.to_dict())
         return config
@@ -112,12 +112,12 @@ def needs_own_code(config: Mapping[str, Any]) -> bool:
     return bool(own) and not (kind in CONFIG_MAPPING and causal)
 
 
-def refuse_per_rank(source: Any, config: Any) -> None:
-    """Raise RewriterError for the config of a model that is bound to its ranks: its layers compute all of them."""
-    if isinstance(config, Mapping) and (ranks := config.get("rewriter_ranks")):
+def refuse_output(source: Any, config: Any) -> None:
+    """Raise RewriterError for the config of an output, whose layers a recipe has wired already."""
+    if isinstance(config, Mapping) and config.get("rewriter_layers"):
         raise RewriterError(
-            f"{source} is bound to tp={ranks}: it was rewritten for {ranks} ranks, and its layers compute all of them. "
-            "Rewrite the original model for another number of ranks or another recipe."
+            f"{source} is an output of `rewrite`: a recipe has wired its layers already. `rewrite diff DIR` shows what "
+            "it changed. For another recipe, or another number of ranks, give the original model"
         )
 
 

@@ -342,7 +342,7 @@ def test_the_sharded_module_refuses_another_number_of_ranks(monkeypatch: pytest.
 
 def test_rewriting_it_again_is_refused() -> None:
     for trust in (True, False):
-        with pytest.raises(RewriterError, match="is bound to tp=2: it was rewritten for 2 ranks"):
+        with pytest.raises(RewriterError, match="is an output of `rewrite`: a recipe has wired its layers already"):
             api.convert(
                 converted(),
                 "desync-2x",

@@ -101,6 +101,18 @@ def test_a_padded_row_is_what_it_is_alone(family: str, recipe: str, side: str) -
         assert oracles.relative_error(own, alone) <= TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_prompts_packed_into_a_row_are_what_they_are_alone(family: str) -> None:
+    """Positions that begin again tell where a prompt ends, as they tell transformers what a token attends to."""
+    model, prompts = phased.shared(family, "ladder"), zoo.prompts(3, 256)
+    row = torch.tensor([[token for prompt in prompts for token in prompt]])
+    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])[None]
+    packed = logits_of(model, row, position_ids=positions, use_cache=False)[0]
+    for own, prompt in zip(packed.split([len(prompt) for prompt in prompts]), prompts, strict=True):
+        alone = phased.expected(family, "ladder", torch.tensor([prompt]), PHASE.rewired(len(prompt)))[0]
+        assert oracles.relative_error(own, alone) <= TOLERANCE
+
+
 def test_the_model_without_its_head_takes_the_same_argument() -> None:
     base, whole = emitted.load(phased.directory("llama", "ladder"), AutoModel), phased.shared("llama", "ladder")
     ids = phased.batch("llama")
@@ -283,15 +295,31 @@ def test_layers_that_are_not_rewired_stay_the_sources() -> None:
 
 def test_masks_that_do_not_fit_are_refused() -> None:
     model, ids = phased.shared("llama", "ladder"), phased.batch("llama")
-    with pytest.raises(ValueError, match=r"rewired is torch.bool \[2, 20\]; expected bool \[2, 21\]"):
+    with pytest.raises(ValueError, match=r"rewired is torch.bool \[2, 20\]; expected a tensor, bool \[2, 21\]"):
         logits_of(model, ids, rewired=torch.ones(2, 20, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"rewired is torch.int64"):
         logits_of(model, ids, rewired=torch.ones_like(ids))
     square = torch.ones(2, 1, 21, 21, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match=r"attention_mask is not \[B, S\].* pass rewired="):
         logits_of(model, ids, attention_mask=square)
-    config = model.config.__class__.from_dict(model.config.to_dict() | {"rewriter_phase": None})
-    with pytest.raises(ValueError, match=r"config\.rewriter_phase is None; expected exact_tail"):
+    for wrong, message in ((ids, r"rewired is torch.int64"), ([True], "rewired is list"), (ids[:1] > 0, r"\[1, 21\]")):
+        with pytest.raises(ValueError, match=message + ".*expected a tensor, bool .*given to generate"):
+            model.generate(ids, rewired=wrong, max_new_tokens=2)
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        model.generate_batch([row.tolist() for row in ids])
+
+
+WRONG_ENDS = [(0, 0), (1, -1), (True, 0), (2.5, 0), ("3", 0), (1, "0")]
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [None, "prompt", {"exact_tail": 1}, *({"exact_tail": tail, "exact_head": head} for tail, head in WRONG_ENDS)],
+)
+def test_a_config_that_does_not_say_which_tokens_is_refused(phase: Any) -> None:
+    model = phased.shared("llama", "ladder")
+    config = model.config.__class__.from_dict(model.config.to_dict() | {"rewriter_phase": phase})
+    with pytest.raises(ValueError, match=r"config\.rewriter_phase is .*; expected exact_tail"):
         type(model)(config)
 
 

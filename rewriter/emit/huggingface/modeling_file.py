@@ -288,10 +288,9 @@ def _rewiring(program: Program, bound: bool, caches: bool, phased: bool) -> list
     parts += [source_of(model.require_packed_width), source_of(narrow)]
     parts += [source_of(per_rank.refuse_engines)] * bound
     if phased:
-        told = (phases.tell_layers, phases.tell_rewired, phases.leave_out_rewired, phases.cached_tokens)
-        parts += [
-            source_of(part) for part in (*told, phases.rewired_tokens, phases.with_rewired, phases.PhasedGeneration)
-        ]
+        told = (phases.tell_layers, phases.tell_rewired, phases.check_rewired, phases.leave_out_rewired)
+        which = (phases.cached_tokens, phases.rewired_tokens, phases.with_rewired, phases.PhasedGeneration)
+        parts += [source_of(part) for part in (*told, *which)]
     return [*parts, *[source_of(per_rank.refuse_dropout)] * drops]
 
 

@@ -209,6 +209,10 @@ def test_an_exact_sum_that_is_not_waited_for_shows(rewrite):
 @pytest.mark.parametrize(("rewrite", "options", "message"), [
     ("ladder", {"phase": "prompt", "exact_tail": 0}, "exact_tail: 0"),
     ("ladder", {"phase": "prompt", "exact_head": -1}, "exact_head: -1"),
+    ("ladder", {"phase": "decode"}, "phase: 'decode'; expected all or prompt"),
+    ("ladder", {"phase": "prompt", "exact_tail": 2.5}, "exact_tail: 2.5; expected a number of tokens"),
+    ("drop_sync", {"phase": "prompt", "exact_tail": "3"}, "exact_tail: '3'"),
+    ("ladder", {"phase": "prompt", "exact_head": True}, "exact_head: True"),
     ("desync", {"n": 2, "exact_tail": 8}, "give phase: prompt"),
     ("desync", {"n": 2, "untie_norms": True, "phase": "prompt"}, "untie_norms"),
     ("quantize_collectives", {"format": "int8", "axis": "sp", "phase": "prompt"}, "over sp"),

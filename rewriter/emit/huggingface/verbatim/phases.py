@@ -16,13 +16,14 @@ def rewired_tokens(phase, tokens, arguments):
 
     `tokens` are its ids [B, S] or embeddings [B, S, D], `arguments` all arguments of the model by name. With an empty
     cache, or none, every row is a prompt: between `exact_head` tokens at its beginning and `exact_tail` at its end, its
-    tokens are rewired; `attention_mask` [B, S] says where a row is padded. With a cache that holds tokens already, none
-    is: those of the call are generated, or candidates, or of a later turn.
+    tokens are rewired; `attention_mask` [B, S] says where a row is padded. Without a mask, a row packs as many prompts
+    as its `position_ids` [B, S] begin again. With a cache that holds tokens already, none is rewired: those of the call
+    are generated, or candidates, or of a later turn.
     """
     index = torch.arange(tokens.shape[1], device=tokens.device)
     first, end = 0, tokens.shape[1]
     cached = cached_tokens(arguments)
-    mask = arguments.get("attention_mask")
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         valid = mask[:, : tokens.shape[1]].to(tokens.device, torch.int64)
         first, end = valid.argmax(-1, keepdim=True), end - valid.flip(-1).argmax(-1, keepdim=True)
@@ -31,6 +32,11 @@ def rewired_tokens(phase, tokens, arguments):
             "attention_mask is not [B, S], and does not say where a row is padded: pass rewired=, bool [B, S], True "
             "for the tokens of the prompt that are rewired"
         )
+    elif isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.shape[1] == tokens.shape[1]:
+        begins = torch.nn.functional.pad(positions.to(tokens.device).diff(dim=-1) != 1, (1, 0), value=True)
+        first = torch.where(begins, index, 0).cummax(-1).values
+        ends = torch.nn.functional.pad(torch.where(begins, index, end)[:, 1:], (0, 1), value=end)
+        end = ends.flip(-1).cummin(-1).values.flip(-1)
     inside = (index >= first + phase["exact_head"]) & (index < end - phase["exact_tail"])
     return inside.expand(tokens.shape[:2]) & (cached == 0)
 
@@ -40,16 +46,20 @@ def cached_tokens(arguments):
     cache = next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
     if cache is None:
         return 0
+    layers = getattr(cache, "layers", None)
+    if layers and not any(hasattr(layer, "get_seq_length") for layer in layers):
+        return int(cache.has_previous_state())  # of recurrent layers alone
     return cache.get_seq_length() if hasattr(cache, "get_seq_length") else 1
 
 
 def tell_layers(model, layers):
     """Let `model` pass `rewired` to those of its decoder layers that take it, and to nothing else."""
     phase = model.config.rewriter_phase
-    if not phase or phase.get("exact_tail", 0) < 1 or phase.get("exact_head", -1) < 0:
+    ends = [phase.get(name) if isinstance(phase, dict) else None for name in ("exact_tail", "exact_head")]
+    if any(type(end) is not int or end < least for end, least in zip(ends, (1, 0), strict=True)):
         raise ValueError(
-            f"config.rewriter_phase is {phase}; expected exact_tail (1 or more) and exact_head: how many tokens at the "
-            "end and at the beginning of a prompt are computed as in the original"
+            f"config.rewriter_phase is {phase}; expected exact_tail (an int from 1) and exact_head (from 0): how many "
+            "tokens at the end and at the beginning of a prompt are computed as in the original"
         )
     engine = str(model.config._attn_implementation)
     if engine.startswith(("vllm", "sglang")):
@@ -74,12 +84,18 @@ def tell_rewired(model, args, kwargs):
         return args, kwargs  # the model says what is missing
     if rewired is None:
         rewired = rewired_tokens(model.config.rewriter_phase, tokens, arguments)
-    elif rewired.dtype != torch.bool or rewired.shape != tokens.shape[:2]:
-        raise ValueError(
-            f"rewired is {rewired.dtype} {list(rewired.shape)}; expected bool {list(tokens.shape[:2])}: True for the "
-            "tokens of this call that are rewired"
-        )
+    check_rewired(rewired, tokens.shape[:2], "the tokens of this call")
     return args, {**kwargs, "rewired": rewired}
+
+
+def check_rewired(rewired, shape, tokens):
+    """Raise ValueError where a caller's `rewired` is not bool of `shape`."""
+    if not isinstance(rewired, torch.Tensor) or rewired.dtype != torch.bool or rewired.shape != shape:
+        is_tensor = isinstance(rewired, torch.Tensor)
+        given = f"{rewired.dtype} {list(rewired.shape)}" if is_tensor else type(rewired).__name__
+        raise ValueError(
+            f"rewired is {given}; expected a tensor, bool {list(shape)}: True for those of {tokens} that are rewired"
+        )
 
 
 def leave_out_rewired(layer, args, kwargs):
@@ -92,7 +108,7 @@ def with_rewired(forward):
 
     `rewired`: bool [B, S], True for the tokens of this call that are rewired, False for exact ones; by default
     `rewired_tokens` says which. Pass it where a call's rows are no whole prompts: where a prompt comes in several
-    calls, where a row packs several of them, or where a later turn of a chat is rewired too.
+    calls, where a mask separates several prompts in a row, or where a later turn of a chat is rewired too.
     """
 
     @functools.wraps(forward)
@@ -116,11 +132,20 @@ class PhasedGeneration:
 
     def _expand_inputs_for_generation(self, *args, **kwargs):
         ids, kwargs = super()._expand_inputs_for_generation(*args, **kwargs)
+        embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+        tokens = ids if embeds is None else embeds
         if kwargs.get("rewired") is None:
-            embeds = kwargs.get("inputs_embeds")
-            tokens = ids if embeds is None else embeds
             kwargs["rewired"] = rewired_tokens(self.config.rewriter_phase, tokens, kwargs)
+        covered = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else tokens
+        check_rewired(kwargs["rewired"], covered.shape[:2], "the tokens given to generate")
         return ids, kwargs
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "this model rewires tokens of the prompt alone, and continuous batching packs pieces of prompts and "
+            "generated tokens into one row without saying which is which. Call generate with a padded batch, or serve "
+            "it in vLLM: rewrite serve DIR"
+        )
 
     def _get_candidate_generator(self, *args, model_kwargs, **kwargs):
         others = {name: value for name, value in model_kwargs.items() if name != "rewired"}
