@@ -17,7 +17,7 @@ MANUALS, CALIBRATION = "manuals", "calibration"
 STANDARD = "tensor-parallel"
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 380, 64, 48
 
-RECORD = Record(HERE / "record.json", ("model", "text", "recipe", "tp", "prompt", "dtype", "way", "tokens"))
+RECORD = Record(HERE / "record.json", ("model", "text", "recipe", "tp", "prompt", "dtype", "way", "tokens", "lengths"))
 
 
 def write() -> None:

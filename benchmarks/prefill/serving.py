@@ -92,8 +92,8 @@ def main() -> int:
         console.print(f"error: {error}", style="red", markup=False)
         return 2
     if given.record:
-        run = {"model": model.name, "tp": given.tp, "dtype": given.dtype, "date": time.strftime("%Y-%m-%d")}
-        page.RECORD.add("serving", {**run, "links": found})
+        run = {"model": model.name, "tp": given.tp, "dtype": given.dtype, "lengths": lengths}
+        page.RECORD.add("serving", {**run, "date": time.strftime("%Y-%m-%d"), "links": found})
         page.write()
     timed, longest = found[page.LINK], lengths[-1]
     return int(AIMED in timed and timed[AIMED][longest] > GOAL * timed[STANDARD][longest])

@@ -231,10 +231,8 @@ def main() -> int:
         console.print(f"error: {error}", style="red", markup=False)
         return 2
     if given.record:
-        date = time.strftime("%Y-%m-%d")
-        page.RECORD.add(
-            "times", {"model": model.name, "tp": given.tp, "dtype": given.dtype, "date": date, "links": found}
-        )
+        run = {"model": model.name, "tp": given.tp, "dtype": given.dtype, "lengths": bench.lengths}
+        page.RECORD.add("times", {**run, "date": time.strftime("%Y-%m-%d"), "links": found})
         page.write()
     return 0
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
-from rewriter.adapt import checkpoints, output, prompt_weights, prompts, students
+from rewriter.adapt import checkpoints, least_squares, output, prompt_weights, prompts, students
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.data_set import OwnText, read_data
 from rewriter.adapt.loop import AdaptTrainer, tensorboard
 from rewriter.adapt.models import Model, Trunk, trunk_of
-from rewriter.adapt.objective import Loss, loss_of
+from rewriter.adapt.objective import Loss, loss_of, stack
 from rewriter.adapt.options import AdaptOptions
+from rewriter.adapt.prompts import Row
 from rewriter.adapt.ranks import join
 from rewriter.adapt.schedule import DEFAULTS, WIDTH, plan
 from rewriter.adapt.students import Run
@@ -162,6 +166,9 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     noisy = run.settings.get("neftune_noise_alpha")
     if theirs is not None and run.options.train == "rewritten" and built.mesh is None and not noisy:
         trunk = trunk_of(built.model.module, theirs.module)
+    if run.options.prompt_weights and kept is None:
+        assert theirs is not None
+        _begin(run, built.model.module, theirs.module)
     callbacks = tensorboard(run.place, 0 if kept is None else checkpoints.step_of(kept)) if ranks.first else []
     judged = _judged(run, built.model, theirs)
     trainer = AdaptTrainer(run, built, _loss(run, theirs, trunk), callbacks, judged)
@@ -179,6 +186,16 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     entry: AdaptationEntry = ranks.on_first(lambda: output.entry(run, losses))
     ranks.on_first(lambda: output.write(run, out, entry, verify))
     return entry
+
+
+def _begin(run: Run, student: nn.Module, theirs: nn.Module) -> None:
+    """Let weights for prompts begin with the least squares of the first rows to train on."""
+    run.context.progress("fitting projections of keys and values")
+    rows = cast("Sequence[Row]", run.data.rows)
+    width = stream_width(run.opened.config) or WIDTH
+    count = math.ceil(least_squares.TOKENS * width / run.data.length)
+    batch = stack([rows[i] for i in range(min(count, len(rows), run.sizes.steps * run.sizes.batch))])
+    least_squares.fit_keys(student, theirs, {name: value.to(run.device) for name, value in batch.items()})
 
 
 def _judged(run: Run, trained: Model, theirs: Model | None) -> Model:
