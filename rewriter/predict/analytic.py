@@ -162,9 +162,11 @@ class Predictor:
         plain, keys = self._plain(prompt), prompt + load.generate
         whole = ForwardPass(batch, prompt, logits=0 if load.all_logits else 1, fused=load.fused, plain=plain)
         calls: list[tuple[Program, ForwardPass]] = []
+        before = 0
         for wiring, tokens in parts:
             if tokens:
-                calls.append((wiring, replace(whole, tokens=tokens, keys=keys if calls else 0)))
+                calls.append((wiring, replace(whole, tokens=tokens, keys=keys if calls else 0, before=before)))
+                before += tokens
         cache_only = not load.all_logits
         return [*((wiring, replace(one, cache_only=cache_only)) for wiring, one in calls[:-1]), calls[-1]]
 

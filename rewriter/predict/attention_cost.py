@@ -36,19 +36,32 @@ def attention_items(
         causal=mask.causal, window=mask.reach,
     )  # fmt: skip
     cache = cache_kernels(k, v)
-    if given.is_decode:
+    before = given.before if _fills(mask, q.shape[2], options, given) else 0
+    if given.is_decode and not before:
         return _after_prompt(shape, q.shape[2], options, given, ranks, cache)
     if plan is not None and plan.ranks > 1:
         return [*cache, *_over_ranks(shape, plan, given.tokens, ranks[1])]
-    tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
+    tokens = before + q.shape[2]
+    read = float(q.nbytes + k.nbytes + v.nbytes) * tokens / q.shape[2]
     if options.get("bias") is None and mask.unbounded(tokens):
+        padded = [Kernel("queries", "glue", float(q.nbytes) * (1 + tokens / q.shape[2]))] if before else []
         kernels = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read, given)
-        return _together([*cache, *kernels], given.fused)
+        return _together([*cache, *padded, *kernels], given.fused)
     # a kernel that is given a mask computes what it hides, too
     every = float(tokens * tokens)
     masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
     kernels = _kernels(shape, every, tokens, tokens, options, read + every, given)
     return [*_together([*cache, *kernels], given.fused), *masks]
+
+
+def _fills(mask: MaskSpec, queries: int, options: Mapping[str, Any], given: ForwardPass) -> bool:
+    """True for a part of a prompt that attends without a mask (`runtime.attention.cached`): as many queries as keys."""
+    plan: SequencePlan | None = options.get("sequence")
+    plain = given.plain or options.get("softcap") is not None or options.get("sinks") is not None
+    over_ranks = plan is not None and plan.ranks > 1
+    return (
+        mask.causal and mask.unbounded(given.before + queries) and given.before <= queries and not (plain or over_ranks)
+    )
 
 
 def cache_kernels(k: Tensor, v: Tensor) -> list[Kernel]:

@@ -76,7 +76,8 @@ class Cluster:
 @dataclass(frozen=True)
 class ForwardPass:
     """A forward pass: `tokens` new ones of each of `batch` sequences; `keys` that a new token reads in attention,
-    where there are earlier ones (0: the prompt, of which each token sees those before it).
+    where there are earlier ones (0: the prompt, of which each token sees those before it). `before`: the tokens before
+    those of a part of a prompt.
 
     The static cache of `rewriter.runtime` is read in full, so `keys` is its length. `logits` is of how many last tokens
     the head is wanted (0: of all). `fused`: the module is compiled. `plain`: over how many keys a prefill's attention
@@ -91,6 +92,7 @@ class ForwardPass:
     fused: bool = True
     plain: int = 0
     cache_only: bool = False
+    before: int = 0
 
     @property
     def is_decode(self) -> bool:

@@ -44,6 +44,7 @@ class Context:
     rewired: of a model whose passes rewire tokens of the prompt alone, which tokens are rewired: bool [B, S] or [1, S],
         or True or False for all. None: without `position` rows are prompts (with `segment_ids`, each segment is one),
         and tokens that follow others are exact. The model's forward reads it and hands layers None.
+    fills: `cache` ends with the new tokens, so that their number tells what each of them sees.
     shards: how tokens are sharded over a sequence axis while a model computes; None where each rank holds them all.
         The model's forward sets it. Everything else here is of full sequences, and equal on all ranks of the axis.
     """
@@ -54,6 +55,7 @@ class Context:
     segment_ids: Tensor | None = None
     shards: Shards | None = None
     rewired: Tensor | bool | None = None
+    fills: bool = False
 
     def __post_init__(self) -> None:
         if self.segment_ids is not None and self.cache is not None:
@@ -97,7 +99,7 @@ def rewired_by_default(phase: PromptPhase, shape: torch.Size, ctx: Context, devi
     return (place >= phase.exact_head) & (to_end >= phase.exact_tail)
 
 
-register_node(Context, ("cache", "position", "first_valid", "segment_ids", "rewired"), ("shards",))
+register_node(Context, ("cache", "position", "first_valid", "segment_ids", "rewired"), ("fills", "shards"))
 
 
 def shard_tokens(x: Tensor, ctx: Context, fill: float = 0) -> Tensor:

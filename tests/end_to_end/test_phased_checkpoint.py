@@ -27,6 +27,7 @@ TOLERANCE = 1e-5
 LLAMA = [*phased.RECIPES]
 # a family of each kind that a cache, padding or positions could trip, each with another recipe
 MIXED = [("gpt2", "2x-sum"), ("gemma2", "own-partial"), ("gemma3_text", "ladder"), ("qwen3_moe", "parallel-own")]
+MIXED += [("qwen3_moe", "2x-sum"), ("mixtral", "4x-sum")]
 STEPPED = [*(("llama", recipe) for recipe in LLAMA), *MIXED]
 
 

@@ -342,7 +342,7 @@ class _HuggingFaceLayers:
         for source in node.all_input_nodes:
             per_rank = self.form[source] == "per_rank"
             if child.tokens:
-                names[source] += ".flatten(1, 2)" if per_rank else ".repeat_interleave(RANKS, 1)"
+                names[source] += ".flatten(1, 2).contiguous()" if per_rank else ".repeat_interleave(RANKS, 1)"
             elif per_rank:
                 names[source] += ".flatten(-2)"
         text = self._expression(node, names)

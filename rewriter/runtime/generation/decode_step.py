@@ -221,11 +221,13 @@ class DecodeStep(DecodeState):
             )
         for call in calls:
             place = None if call.start == 0 else torch.full((), call.start, device=device)
-            cache = self._first(call.end) if call.start else self.cache
+            cache, fills = self.cache, False
+            if call.start and isinstance(cache, StaticCache):
+                cache, fills = cache.first(call.end), True
             rewired = call.rewired.to(device) if isinstance(call.rewired, Tensor) else call.rewired
             tokens = slice(call.start, call.end)
             wanted = None if phase is not None and call.end < length else 1
-            ctx = Context(cache, place, padding, rewired=rewired)
+            ctx = Context(cache, place, padding, rewired=rewired, fills=fills)
             logits = self.model(ids_BS[:, tokens], here_BS[:, tokens], ctx, logits_to_keep=wanted)
         self.choose(logits[:, -1])
 

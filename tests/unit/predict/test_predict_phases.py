@@ -134,6 +134,18 @@ def test_a_prefill_is_the_sum_of_its_calls(small: Program) -> None:
     assert sums == [2 * (LAYERS - 1) + 1, (LAYERS - 1) + 1, 2 * LAYERS + 2]
 
 
+def test_a_few_exact_tokens_before_a_long_prompt_are_cheap(small: Program) -> None:
+    """Attention of those behind them needs no mask."""
+    one = predictor(32768)
+    programs = [made(small, "desync", phase="prompt", exact_tail=16, exact_head=n) for n in (0, 8)]
+    (body, _), (head, after, _) = (one.simulate(program).steps[0] for program in programs)
+    alone, first, behind = (
+        one._phase(programs[1], [call], record=False).compute_seconds for call in (body, head, after)
+    )
+    assert first < 0.1 * alone
+    assert behind == pytest.approx(alone, rel=0.02)
+
+
 def test_messages_of_the_prompt_alone_are_quantized_in_its_body(small: Program) -> None:
     one = predictor(8192)
     program = made(small, "int8", phase="prompt", exact_tail=4096)  # the tail's messages are long enough, too

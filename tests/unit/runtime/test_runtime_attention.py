@@ -21,17 +21,20 @@ def test_whole_sequences(mask, extra, kv_heads, padding):
     check(got, naive(q, k, v, mask, 0.4, padding, **EXTRAS[extra]), padding)
 
 
+@pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("steps", [[LENGTH], [6] + [1] * 5, [1] * LENGTH, [2, 5, 1, 3]], ids=str)
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("extra", ["plain", "both"])
 @pytest.mark.parametrize("mask", MASKS[:3], ids=lambda mask: mask.kind)
-def test_the_cache_continues_in_any_steps(mask, extra, padding, steps):
+def test_the_cache_continues_in_any_steps(mask, extra, padding, steps, fills):
+    """In view as a whole, or as far as it is filled."""
     q, k, v = inputs(2, head_v=6)
     window = mask.size if mask.kind == "window" else None
     cache = StaticCache([SlotSpec(2, HEAD, 6, window)], BATCH, LENGTH + 2, torch.float32)
     pieces, at = [], 0
     for step in steps:
-        ctx = Context(cache, torch.tensor(at) if at else None, padding)
+        seen = cache.first(at + step) if fills else cache
+        ctx = Context(seen, torch.tensor(at) if at else None, padding, fills=fills)
         part = [x[:, :, at : at + step] for x in (q, k, v)]
         pieces.append(attention(*part, ctx, slot=0, mask=mask, scale=0.4, **EXTRAS[extra]))
         at += step
