@@ -11,7 +11,7 @@ from typing import Any
 
 from rewriter.check.comparison import Verification
 from rewriter.check.real_weights import compare_ranks
-from rewriter.check.saved_output import config_of, golden_figures
+from rewriter.check.saved_output import check_files, config_of, golden_figures
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.garbage import collector_paused
@@ -58,6 +58,8 @@ def refresh(
     root = Path(os.path.realpath(directory))
     manifest = read_manifest(root)
     opened, before = Opened(root, manifest, config_of(root)), dict(manifest.versions)
+    if manifest.golden is not None and verify != "none":
+        check_files(root, manifest, [manifest.golden.file])
     with scratch_in(root) as scratch:
         progress("tracing")
         with collector_paused():
@@ -149,6 +151,12 @@ def _require_same_wiring(opened: Opened, config: Mapping[str, Any]) -> None:
         if name in _NAMED and isinstance(old, list) and isinstance(new, list):
             old, new = _numbered(old), _numbered(new)
         if old != new and not (name in _EXACT and old is None):  # earlier versions did not write all of them
+            place = opened.root / "config.json"
+            if sha256_of(place) != opened.manifest.files.get(place.name):
+                raise RewriterError(
+                    f"{place} was changed since it was written: its {name} is {old!r}, by its recipe {new!r}. Put back "
+                    "the file"
+                )
             raise RewriterError(f"{opened.root}: its recipe would now be wired in another way ({name}). {_ADVICE}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rewriter.common.numbers import json_text
 from rewriter.ir import Program
 from rewriter.ir.layer_drawing import program_drawing
+from rewriter.ir.phases import prompt_phase
 from rewriter.output.manifest import Verified
 from rewriter.passes.sequence.sequence_plans import bytes_per_token
 
@@ -71,7 +72,9 @@ def communication(program: Program) -> dict[str, Any]:
         return {}
     total, places, travel = summary(sent), by_place(sent), quantized(sent)
     blocks = places.get("block")
+    phase = prompt_phase(program)
     return {
+        **({} if phase is None else {"computing": str(phase)}),
         "block reductions": blocks.collectives if blocks else 0,
         "hidden behind computation": blocks.hidden if blocks else 0,
         "other collectives": total.collectives - (blocks.collectives if blocks else 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -78,8 +78,10 @@ def _options(pass_type: type, spec: PassSpec, index: int, where: Where) -> tuple
         try:
             if name == "layers":
                 selection.check(value)
+            if isinstance(value, bool) and hints[name] is int:
+                raise TypeError
             options[name] = TypeAdapter(hints[name]).validate_python(value)
-        except ValidationError:
+        except (TypeError, ValidationError):
             problems.append(_at(place, f"expected {_readable(hints[name])}, not {value!r:.60}."))
         except RewriterError as error:
             problems.append(_at(place, str(error).removeprefix("layers: ")))
@@ -95,4 +97,6 @@ def _at(place: Problem, fault: str) -> Problem:
 
 
 def _readable(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")

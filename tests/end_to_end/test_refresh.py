@@ -163,12 +163,20 @@ def test_other_weights_are_refused_and_nothing_changes(out: Path) -> None:
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
-def test_another_wiring_is_refused_and_nothing_changes(out: Path) -> None:
+@pytest.mark.parametrize(("written", "message"), [
+    (True, r"would now be wired in another way \(rewriter_delays\)"),
+    (False, r"config\.json was changed since it was written: its rewriter_delays is .*, by its recipe "),
+])  # fmt: skip
+def test_another_wiring_is_refused_and_nothing_changes(written: bool, message: str, out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     config["rewriter_delays"][-1] = [0, 0]
     (out / "config.json").write_text(json.dumps(config))
+    if written:
+        manifest = json.loads((out / "rewrite.json").read_text())
+        manifest["files"]["config.json"] = sha256_of(out / "config.json")
+        (out / "rewrite.json").write_text(json.dumps(manifest))
     before = state(out)
-    with pytest.raises(RewriterError, match=r"would now be wired in another way \(rewriter_delays\)"):
+    with pytest.raises(RewriterError, match=message):
         api.refresh(out, verify="none")
     assert state(out) == before
 
@@ -233,6 +241,14 @@ def test_a_missing_file_is_named_where_it_was(name: str, out: Path) -> None:
     with pytest.raises(RewriterError, match=rf"^{out / name}: .*\. \w+") as found:
         api.refresh(out, verify="none")
     assert ".reshard" not in str(found.value)
+    assert state(out) == before
+
+
+def test_missing_golden_logits_are_named_before_anything_is_traced(out: Path) -> None:
+    (file := out / json.loads((out / "rewrite.json").read_text())["golden"]["file"]).unlink()
+    before = state(out)
+    with pytest.raises(RewriterError, match=rf"^{file}: missing, but the manifest names it"):
+        api.refresh(out)
     assert state(out) == before
 
 

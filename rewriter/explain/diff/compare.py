@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +16,7 @@ from rewriter.common.files import name_of, scratch_folder
 from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
+from rewriter.emit.files.output_directory import sha256_of
 from rewriter.emit.files.output_files import runtime_module
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.manifest import mesh_of
@@ -25,6 +26,7 @@ from rewriter.explain.diff.tensors import tensors_between
 from rewriter.ir import Program
 from rewriter.ir.communication import collectives, summary
 from rewriter.ir.layer_drawing import layers_drawing
+from rewriter.ir.phases import prompt_phase
 from rewriter.output.manifest import Manifest, read_manifest
 from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.phases import single_device
@@ -60,10 +62,12 @@ class Side:
         """Facts by name."""
         traffic = summary(collectives(self.program))
         drift = None if self.manifest is None else self.manifest.verification.drift
+        phase = prompt_phase(self.program)
+        of = "" if phase is None else f", computing {phase}"
         return {
             "recipe": self.recipe,
             "mesh": self.mesh,
-            "collectives": str(traffic.collectives),
+            "collectives": f"{traffic.collectives}{of}",
             "of them overlapped with computation": str(traffic.hidden),
             "bytes per token": f"{traffic.bytes_per_token:,}",
             "drift (KL, nats)": "–" if drift is None else f"{drift.kl:.3g}",
@@ -163,6 +167,18 @@ def _output(root: Path, manifest: Manifest, program: Program) -> Side:
     return Side(name_of(root), root, manifest, program, module, modeling, "\n".join(lines_of(ranges)))
 
 
+def _changed(*sides: Side) -> Iterator[Path]:
+    """Code and configs of outputs that are not as the manifest has them."""
+    for side in sides:
+        if side.root is not None and side.manifest is not None:
+            for name, digest in side.manifest.files.items():
+                file = side.root / name
+                if (name == "config.json" or file.suffix == ".py") and (
+                    not file.is_file() or sha256_of(file) != digest
+                ):
+                    yield file
+
+
 def lines_of(text: str) -> list[str]:
     """The lines of a text; of a JSON object one for each entry, of the ranges of ranks one for each parameter."""
     try:
@@ -175,6 +191,9 @@ def lines_of(text: str) -> list[str]:
 def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> DiffReport:
     names = before.name, after.name if after.name != before.name else f"{after.name} (second)"
     on_mesh = f"{names[0]}, {before.mesh}", f"{names[1]}, {after.mesh}"
+    notes += [
+        f"{file} was changed since it was written. `rewrite verify` says more" for file in _changed(before, after)
+    ]
     code = [code_difference("runtime module", on_mesh, before.module, after.module)]
     if before.modeling or after.modeling:
         own = names[0] if before.modeling else f"{names[0]}: transformers' own"

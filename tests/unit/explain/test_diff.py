@@ -143,6 +143,7 @@ def test_two_outputs_of_one_recipe_are_the_same_but_for_what_somebody_changed(wr
     assert ("changed", (place + 1, lines[place].rstrip()), (place + 1, spoilt.rstrip())) in code.rows
     assert exchanged.title == "ranges of the ranks"
     assert exchanged.added == exchanged.removed > 0
+    assert f"{module} was changed since it was written" in " ".join(found.notes)
 
 
 def test_two_recipes(source: Path, written: Path, tmp_path: Path) -> None:

@@ -407,3 +407,12 @@ def test_scalars_mean_what_yaml_1_2_says(text: str, value: object) -> None:
     data = read(text).data
     assert data == value
     assert type(data) is type(value)
+
+
+@pytest.mark.parametrize(("option", "message"), [
+    ("exact_head: true", "ladder.exact_head: expected int, not True"),
+    ("phase: answer", "ladder.phase: expected all or prompt, not 'answer'"),
+])  # fmt: skip
+def test_what_is_expected_is_said_in_a_recipes_words(option: str, message: str) -> None:
+    text = f"name: mine\nsummary: mine.\npaper: '-'\npasses:\n  - pass: ladder\n    {option}\n"
+    assert message in refusal(text)
