@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -13,16 +13,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rewriter.adapt import checkpoints, least_squares, output, prompt_weights, prompts, students
+from rewriter.adapt import checkpoints, output, prompt_weights, prompts, students
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.data_set import OwnText, read_data
-from rewriter.adapt.loop import AdaptTrainer, tensorboard
-from rewriter.adapt.models import Model, Trunk, trunk_of
-from rewriter.adapt.objective import Loss, loss_of, stack
+from rewriter.adapt.least_squares import TOKENS, fit_keys
+from rewriter.adapt.loop import METRICS, AdaptTrainer, tensorboard
+from rewriter.adapt.models import Model, trunk_of
+from rewriter.adapt.objective import loss_of, stack
 from rewriter.adapt.options import AdaptOptions
 from rewriter.adapt.prompts import Row
 from rewriter.adapt.ranks import join
-from rewriter.adapt.schedule import DEFAULTS, WIDTH, plan
+from rewriter.adapt.schedule import DEFAULTS, WIDTH, RunSizes, plan
 from rewriter.adapt.students import Run
 from rewriter.check.drift import load_tokenizer
 from rewriter.check.saved_output import check_files, check_weights
@@ -84,6 +85,9 @@ def adapt(
     opened, final = open_output(directory, trained=True), Path(os.path.abspath(out))
     known = teacher is not None or opened.manifest.adaptation is None
     chosen = options.resolved(known)
+    width = stream_width(opened.config) or WIDTH
+    if chosen.prompt_weights and chosen.tokens is None:
+        chosen = replace(chosen, tokens=TOKENS * width)
     require("adapt", "rewrite adapt", "accelerate")
     if chosen.lora:
         require("adapt", "--lora", "peft")
@@ -115,9 +119,11 @@ def adapt(
             "or leave it out"
         )
     count = len(rows.rows)  # type: ignore[arg-type]
-    width = stream_width(opened.config) or WIDTH
     both = phase is not None and not chosen.prompt_weights
     settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device, both)
+    if chosen.prompt_weights:
+        settings = {name: value for name, value in settings.items() if name in settings_of.FITTING}
+        sizes = RunSizes(1, 1, 1, min(sizes.steps * sizes.batch, count))
     run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, context)
     described = {
         "checkpoint": Checkpoint.open(opened.root).fingerprint(),
@@ -152,30 +158,19 @@ def _identity(source: str) -> str:
 
 def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     """Train, and write the result to `out`."""
-    ranks, seed = run.ranks, int(run.settings["seed"])
+    ranks = run.ranks
     ranks.on_first(lambda: students.prepare_source(run))
     if run.options.prompt_weights:
         prompt_weights.require_keys(load_config(run.source))
-    torch.manual_seed(seed)  # adapters start at random, the same on all ranks
+    torch.manual_seed(int(run.settings["seed"]))  # adapters start at random, the same on all ranks
     run.context.progress("loading the model")
-    kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))
     built = students.student(run)
     theirs, facts = _measured_before(run, built)
-    trunk = None
-    # noise and sharding are in the way of a trunk
-    noisy = run.settings.get("neftune_noise_alpha")
-    if theirs is not None and run.options.train == "rewritten" and built.mesh is None and not noisy:
-        trunk = trunk_of(built.model.module, theirs.module)
-    if run.options.prompt_weights and kept is None:
+    if run.options.prompt_weights:
         assert theirs is not None
-        _begin(run, built.model.module, theirs.module)
-    callbacks = tensorboard(run.place, 0 if kept is None else checkpoints.step_of(kept)) if ranks.first else []
-    judged = _judged(run, built.model, theirs)
-    trainer = AdaptTrainer(run, built, _loss(run, theirs, trunk), callbacks, judged)
-    torch.manual_seed(seed + 1 + ranks.replica)  # dropout differs from row to row
-    trainer.train(resume_from_checkpoint=kept)
-    del trunk, trainer, judged
-    if not run.options.prompt_weights:
+        _fit(run, built.model.module, theirs.module)
+    else:
+        _descend(run, built, theirs)
         theirs = None
     run.context.progress("writing the result")
     output.merge(built)
@@ -188,14 +183,32 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     return entry
 
 
-def _begin(run: Run, student: nn.Module, theirs: nn.Module) -> None:
-    """Let weights for prompts begin with the least squares of the first rows to train on."""
+def _descend(run: Run, built: students.Student, theirs: Model | None) -> None:
+    """Train `built` by gradients."""
+    ranks, trunk = run.ranks, None
+    kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))
+    # noise and sharding are in the way of a trunk
+    noisy = run.settings.get("neftune_noise_alpha")
+    if theirs is not None and run.options.train == "rewritten" and built.mesh is None and not noisy:
+        trunk = trunk_of(built.model.module, theirs.module)
+    callbacks = tensorboard(run.place, 0 if kept is None else checkpoints.step_of(kept)) if ranks.first else []
+    trainer = AdaptTrainer(run, built, loss_of(run.options, run.autocast, theirs, trunk), callbacks, built.model)
+    torch.manual_seed(int(run.settings["seed"]) + 1 + ranks.replica)  # dropout differs from row to row
+    trainer.train(resume_from_checkpoint=kept)
+
+
+def _fit(run: Run, student: nn.Module, theirs: nn.Module) -> None:
+    """Fit projections of keys and values to those of the original, on rows that the seed draws."""
     run.context.progress("fitting projections of keys and values")
-    rows = cast("Sequence[Row]", run.data.rows)
-    width = stream_width(run.opened.config) or WIDTH
-    count = math.ceil(least_squares.TOKENS * width / run.data.length)
-    batch = stack([rows[i] for i in range(min(count, len(rows), run.sizes.steps * run.sizes.batch))])
-    least_squares.fit_keys(student, theirs, {name: value.to(run.device) for name, value in batch.items()})
+    began, rows = time.perf_counter(), cast("Sequence[Row]", run.data.rows)
+    drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(int(run.settings["seed"])))
+    batch = stack([rows[i] for i in drawn[: run.sizes.batch].tolist()])
+    errors = fit_keys(student, theirs, {name: value.to(run.device) for name, value in batch.items()})
+    tokens = run.sizes.batch * run.data.length
+    loss = sum(after for _, after in errors.values()) / max(len(errors), 1)
+    seconds = time.perf_counter() - began
+    line = {"step": 1, "tokens": tokens, "loss": loss, "tokens_per_second": tokens / seconds}
+    run.ranks.on_first(lambda: (run.place / METRICS).write_text(f"{json_text(line)}\n", encoding="utf-8") and None)
 
 
 def _judged(run: Run, trained: Model, theirs: Model | None) -> Model:
@@ -204,13 +217,6 @@ def _judged(run: Run, trained: Model, theirs: Model | None) -> Model:
         return trained
     assert theirs is not None
     return prompt_weights.Prefilled(trained, theirs)
-
-
-def _loss(run: Run, theirs: Model | None, trunk: Trunk | None) -> Loss:
-    if not run.options.prompt_weights:
-        return loss_of(run.options, run.autocast, theirs, trunk)
-    assert theirs is not None
-    return prompt_weights.fitting(theirs.module, trunk, run.autocast)
 
 
 def _measured_before(run: Run, built: students.Student) -> tuple[Model | None, dict[str, Any]]:

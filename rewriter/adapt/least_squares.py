@@ -1,4 +1,4 @@
-"""Projections of keys and values by least squares: what weights for prompts begin with, before any gradient.
+"""Weights for prompts: projections of keys and values by least squares.
 
 A rewired block reads another input than the original's. Which projection of it comes nearest to the original's keys and
 values is a linear problem, solved layer by layer from below, so that each sees what the solved ones before it leave.
@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from rewriter.adapt.models import Batch, first_rewritten, layers_of
-from rewriter.adapt.prompt_weights import keys_and_values, valid_tokens
+from rewriter.adapt.prompt_weights import keys_and_values
 from rewriter.ir.phases import REWIRED
 
 RIDGE = 1e-3
@@ -55,7 +55,7 @@ def fit_keys(student: nn.Module, theirs: nn.Module, batch: Batch) -> dict[str, t
     ids, rewired = batch["input_ids"], batch[REWIRED]
     few = int(rewired[0].to(torch.int64).argmax()) + 4  # tokens up to the first rewired one, and some after it
     projections = key_projections(student, ids[:1, :few], rewired[:1, :few])
-    valid = valid_tokens(batch)
+    valid = batch["segment_ids"] == 0  # each example has its own row: others are padding
     wanted: dict[str, Tensor] = {}
     errors: dict[str, tuple[float, float]] = {}
 

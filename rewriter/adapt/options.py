@@ -35,6 +35,8 @@ FREE = (
 )  # fmt: skip
 """Settings that do not change what is learned: a run may be resumed with others."""
 
+FITTING = ("seed", "use_cpu", "per_device_eval_batch_size")
+"""Settings of a run without gradients."""
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Values of `optim` that step each element by itself, and so need not see whole tensors."""
 MOST_TOKENS = 10**15  # a run of more is a slip of the pen: the largest so far saw 10**14
@@ -152,8 +154,8 @@ class AdaptOptions:
                   ("--from-scratch", self.from_scratch, "of which random weights have none"),
                   ("--train all", self.train == "all", "of rewritten layers alone"),
                   ("--lora", self.lora, "for which adapters are not implemented"),
-                  ("--set gradient_checkpointing", self.settings.get("gradient_checkpointing"),
-                   "and computing layers twice leaves no cache"),
+                  (f"--set {', '.join(sorted(self.settings.keys() - FITTING))}", self.settings.keys() - FITTING,
+                   "by least squares, which need no setting of a training loop"),
                   ("--ep", self.ep > 1, "which is done on whole models"),
                   ("--tp or --sp", self.sharded, "which is done on whole models"),
                   (f"--zero {self.zero}", self.fully_sharded, "which is done on whole models"))),

@@ -7,9 +7,6 @@ each rewritten layer alike.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -17,13 +14,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from rewriter.adapt.models import Batch, Model, TokenStates, Trunk, base_of, first_rewritten, layers_of
-from rewriter.adapt.objective import Loss
+from rewriter.adapt.models import Batch, Model, TokenStates, base_of
 from rewriter.adapt.prompts import Row
 from rewriter.common.cache_names import cache_argument
 from rewriter.common.errors import RewriterError
 from rewriter.ir.phases import REWIRED
-from rewriter.runtime.replicas import IGNORED, next_tokens
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 """Of each layer that keeps some, [B, H, S, D], as its cache holds them."""
@@ -49,42 +44,6 @@ def keys_and_values(module: nn.Module, ids_BS: Tensor, rewired_BS: Tensor | None
     told = {} if rewired_BS is None else {REWIRED: rewired_BS}
     body(input_ids=ids_BS, use_cache=True, **{cache_argument(body): cache}, **told)
     return [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]
-
-
-def fitting(theirs: nn.Module, trunk: Trunk | None, autocast: Callable[[], AbstractContextManager[None]]) -> Loss:
-    """The loss of keys and values beside those of the original, `theirs`: `key_errors`, the mean over the rewritten
-    layers, of each row as often as it has targets."""
-
-    def loss(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
-        first = first_rewritten(student.module)
-        with torch.no_grad(), autocast(), contextlib.nullcontext() if trunk is None else trunk.kept():
-            wanted = keys_and_values(theirs, batch["input_ids"], None)
-        with autocast(), contextlib.nullcontext() if trunk is None else trunk.given():
-            made = keys_and_values(student.module, batch["input_ids"], batch[REWIRED])
-        above = min(len(layers_of(student.module)) - first, len(made))  # layers may share keys, or be taken over
-        errors_B = key_errors(made[-above:], wanted[-above:], valid_tokens(batch))
-        counted_B = (next_tokens(batch["labels"]) != IGNORED).sum(1)
-        return {"loss": (errors_B * counted_B).sum()}
-
-    return loss
-
-
-def valid_tokens(batch: Batch) -> Tensor:
-    """bool [B, S]: tokens of the rows' examples, of which each has its own row; padding is another segment."""
-    return batch["segment_ids"] == 0
-
-
-def key_errors(made: KeysAndValues, wanted: KeysAndValues, valid_BS: Tensor) -> Tensor:
-    """fp32 [B]: the squared error of keys and of values over their squares, over the valid tokens of a row, as the mean
-    over layers and both."""
-    valid = valid_BS[:, None, :, None]
-    errors = [
-        ((ours.float() - theirs.float()).square() * valid).sum((1, 2, 3))
-        / (theirs.float().square() * valid).sum((1, 2, 3)).clamp(min=1e-12)
-        for pair, other in zip(made, wanted, strict=True)
-        for ours, theirs in zip(pair, other, strict=True)
-    ]
-    return torch.stack(errors).mean(0)
 
 
 class Prefilled:

@@ -26,7 +26,7 @@ from rewriter.runtime.replicas import IGNORED
 
 EXACT_ROWS = 0.25
 """The share of rows that are trained on without a prompt."""
-REPEATED_ROWS = 0.25
+REPEATED_ROWS = 0.5
 """The share of rows whose prompts are followed by a part of themselves: answers that stand in the prompt."""
 
 Row = dict[str, Tensor]

@@ -97,7 +97,7 @@ TWO: list[Case] = [
     ("mixtral", {"ep": 2}),
     ("prompt-desync", {"tp": 2, "method": "distill", "train": "all"}),
 ]
-SHARED = ("method", "train", "lora", "base", "prompt_weights")
+SHARED = ("method", "train", "lora", "base")
 """Options that change what is learned."""
 
 
@@ -144,7 +144,6 @@ MORE_OF_TWO: list[Case] = [
     ("prompt-ladder", {"tp": 2, "method": "distill", "train": "all"}),
     ("prompt-ladder", {"sp": 2, "method": "distill", "train": "all"}),
     ("prompt-desync", {"tp": 2}),
-    ("prompt-desync", {"method": "distill", "prompt_weights": True}),
 ]
 
 

@@ -370,18 +370,24 @@ def key_errors(student: Any, ids: Tensor) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("recipe", ["prompt-ladder", pytest.param("prompt-desync", marks=pytest.mark.slow)])
+def fit(directory: Path, out: Path, **options: Any) -> Any:
+    where = {"data": adapted.text_file(), "evaluation": adapted.text_file(20, 1), "out": out, "verify": "none"}
+    chosen = AdaptOptions(length=adapted.LENGTH, settings={"use_cpu": True}, prompt_weights=True, **options)
+    return adapt(directory, **where, options=chosen)
+
+
+@pytest.mark.parametrize("recipe", ["prompt-ladder", "prompt-desync"])
 def test_prompt_weights_come_nearer_to_the_keys_and_values_of_the_original(recipe: str, tmp_path: Path) -> None:
     source = adapted.directory(recipe, 2)
-    report = heal(source, tmp_path / "out", prompt_weights=True)
+    report = fit(source, tmp_path / "out")
     ids = held_out()[0]["input_ids"][None, :30]
     before, after = key_errors(loaded(source), ids), key_errors(loaded(tmp_path / "out"), ids)
-    assert sum(after) < 0.7 * sum(before)
+    assert sum(after) < 0.9 * sum(before), "of random layers, little is linear"
     done = read_manifest(tmp_path / "out").adaptation
     assert done is not None
     assert (done.method, done.options) == (
         "prompt weights",
-        {"prompt_weights": True, "train": "rewritten", "packing": False, "length": adapted.LENGTH},
+        {"prompt_weights": True, "train": "rewritten", "packing": False, "length": adapted.LENGTH, "tokens": 512},
     )
     assert set(report.losses) == {"original", "before", "after"}
     first = 1 if recipe == "prompt-ladder" else 0
@@ -389,7 +395,8 @@ def test_prompt_weights_come_nearer_to_the_keys_and_values_of_the_original(recip
     changed = {name for name in kept if not torch.equal(kept[name], made[name])}
     assert changed
     assert all(name.startswith("model.layers.") and int(name.split(".")[2]) >= first for name in changed)
-    assert not [name for name in changed if name.startswith("model.layers.3.mlp")], "no key follows from it"
+    assert {name.split(".")[-2] for name in changed} == {"k_proj", "v_proj"}
+    assert (done.steps, done.settings) == (1, {"seed": 0})
 
 
 def test_the_original_reads_the_keys_of_the_prompt() -> None:
@@ -414,7 +421,7 @@ def test_the_original_reads_the_keys_of_the_prompt() -> None:
 
 def test_files_that_prompt_weights_leave_as_they_were_are_links(tmp_path: Path) -> None:
     source = split_over_files(adapted.directory("prompt-ladder"), tmp_path / "source")
-    heal(source, tmp_path / "out", settings={"max_steps": 2}, prompt_weights=True, link=True)
+    fit(source, tmp_path / "out", link=True)
     linked = {p.name: os.path.samefile(p, source / p.name) for p in (tmp_path / "out").glob("*.safetensors")}
     for name, same in linked.items():
         with safe_open(source / name, "pt") as held, safe_open(tmp_path / "out" / name, "pt") as made:
@@ -441,7 +448,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"tp": 2}, "--prompt-weights with --tp or --sp"
     yield {"zero": "3"}, "--prompt-weights with --zero 3"
     yield {"lora": 4}, "--prompt-weights with --lora"
-    yield {"settings": {"gradient_checkpointing": True}}, "--prompt-weights with --set gradient_checkpointing"
+    yield {"settings": {"learning_rate": 1e-3, "bf16": True}}, "--prompt-weights with --set bf16, learning_rate"
     yield {"temperature": 2.0}, "--prompt-weights with --temperature"
 
 
@@ -455,7 +462,7 @@ def test_prompt_weights_need_a_phase_and_keys(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     with pytest.raises(RewriterError, match=r"computes all tokens alike.*phase: prompt"):
-        heal(adapted.directory("ladder"), tmp_path / "out", prompt_weights=True)
+        fit(adapted.directory("ladder"), tmp_path / "out")
     require_keys(AutoConfig.for_model("gemma2"))
     for kind in ("qwen3_next", "mamba2"):
         with pytest.raises(RewriterError, match=rf"--prompt-weights: {kind} .*LinearAttentionLayer"):
