@@ -79,7 +79,7 @@ class Bench:
     def predicted(self, largest: int) -> list[dict[str, Any]]:
         """The results of ranks whose peers are emulated. Their collectives take as long as such ones of up to `largest`
         bytes do on the link as it is when nothing computes beside them."""
-        measured = launch(self.link, RANK, {"largest": largest, **self._cores()}, self.tp, timeout=SECONDS)
+        measured = launch(self.link, RANK, {"largest": largest, **self._cores()}, self.tp, timeout=3 * SECONDS)
         with tempfile.TemporaryDirectory(prefix="prefill-fabric-") as name:
             fabric = Path(name) / "link.yaml"
             fabric.write_text(measured[0]["fabric"], encoding="utf-8")
