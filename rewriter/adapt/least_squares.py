@@ -56,6 +56,9 @@ def fit_keys(student: nn.Module, theirs: nn.Module, batch: Batch) -> dict[str, t
     few = int(rewired[0].to(torch.int64).argmax()) + 4  # tokens up to the first rewired one, and some after it
     projections = key_projections(student, ids[:1, :few], rewired[:1, :few])
     valid = batch["segment_ids"] == 0  # each example has its own row: others are padding
+    counts = rewired[valid].sum(), (~rewired[valid]).sum()
+    # exact tokens at the beginning are few, and all others look at them: together they count as much as those
+    weights_N = torch.where(rewired[valid], 1.0, counts[0] / counts[1].clamp(min=1))
     wanted: dict[str, Tensor] = {}
     errors: dict[str, tuple[float, float]] = {}
 
@@ -64,7 +67,7 @@ def fit_keys(student: nn.Module, theirs: nn.Module, batch: Batch) -> dict[str, t
 
     def solve(name: str) -> Any:
         def solved(module: Any, args: Any, output: Tensor) -> Any:
-            errors[name] = _solved(module, args[0][valid], wanted.pop(name))
+            errors[name] = _solved(module, args[0][valid], wanted.pop(name), weights_N)
             return type(module).forward(module, args[0])
 
         return solved
@@ -85,21 +88,24 @@ def _hooked(hooks: dict[nn.Module, Any], module: nn.Module, ids_BS: Tensor, rewi
             handle.remove()
 
 
-def _solved(module: Any, states_NI: Tensor, wanted_NO: Tensor) -> tuple[float, float]:
-    """Solve one projection; the squared error over the square of what is wanted, before and after."""
+def _solved(module: Any, states_NI: Tensor, wanted_NO: Tensor, weights_N: Tensor) -> tuple[float, float]:
+    """Solve one projection, with a weight for each token's error; squared errors, over the square of what is wanted,
+    before and after."""
     weight_OI = module.weight.t() if isinstance(module, Conv1D) else module.weight
     before = after = 0.0
     for rows, inputs in _row_groups(module, weight_OI, states_NI):
         bias = 0.0 if module.bias is None else module.bias[rows]
-        errors = wanted_NO[:, rows].repeat(len(inputs) // len(wanted_NO), 1) - inputs @ weight_OI[rows].t() - bias
+        times = len(inputs) // len(wanted_NO)
+        errors = wanted_NO[:, rows].repeat(times, 1) - inputs @ weight_OI[rows].t() - bias
         square = float(errors.double().square().sum())
         before += square
         if square <= ROUNDING * float(wanted_NO[:, rows].double().square().sum()):
             after += square
             continue  # it reads what the original's reads
-        pairs = [(x.double(), e.double()) for x, e in zip(inputs.split(_CHUNK), errors.split(_CHUNK), strict=True)]
-        gram_II = torch.stack([x.t() @ x for x, _ in pairs]).sum(0)
-        products_IO = torch.stack([x.t() @ e for x, e in pairs]).sum(0)
+        scales = weights_N.repeat(times).sqrt()[:, None]
+        parts = zip((inputs * scales).split(_CHUNK), (errors * scales).split(_CHUNK), strict=True)
+        products = [(x.double().t() @ x.double(), x.double().t() @ e.double()) for x, e in parts]
+        gram_II, products_IO = (torch.stack(each).sum(0) for each in zip(*products, strict=True))
         penalty = (RIDGE * gram_II.diagonal().mean()).clamp(min=1e-12)
         change_IO = torch.linalg.solve(gram_II + penalty * torch.eye(len(gram_II)).to(gram_II), products_IO)
         weight_OI[rows] += change_IO.t().to(weight_OI.dtype)

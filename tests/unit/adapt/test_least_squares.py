@@ -71,7 +71,9 @@ def test_gradients_of_the_errors_vanish(family: str, recipe: str, monkeypatch: p
         keys_and_values(zoo.shared(family), rows["input_ids"], None)
     for hook in hooks:
         hook.remove()
-    valid = rows["segment_ids"] == 0
+    valid, rewired = rows["segment_ids"] == 0, rows["rewired"]
+    share = (rewired & valid).sum() / (~rewired & valid).sum()
+    weights = (torch.where(rewired, 1.0, share) * valid)[..., None]
     for name in projections:
         inputs, wanted = seen["student", name][0].detach(), seen["original", name][1].detach()
         gradients = []
@@ -79,9 +81,9 @@ def test_gradients_of_the_errors_vanish(family: str, recipe: str, monkeypatch: p
             module: Any = whole.get_submodule(name)
             made = type(module).forward(module, inputs)
             if made.shape == wanted.shape:  # else ranks hold rows in common, one's after the other's
-                error = ((made - wanted)[valid] ** 2).sum()
+                error = ((made - wanted) ** 2 * weights).sum()
             else:
                 per_rank = zip(made.split([b - a for a, b in module.rows], -1), module.rows, strict=True)
-                error = torch.stack([((one - wanted[..., a:b])[valid] ** 2).sum() for one, (a, b) in per_rank]).sum()
+                error = torch.stack([((one - wanted[..., a:b]) ** 2 * weights).sum() for one, (a, b) in per_rank]).sum()
             gradients.append(torch.autograd.grad(error, module.weight)[0].norm())
         assert gradients[0] < 1e-3 * gradients[1], name
