@@ -20,6 +20,7 @@ from oracles import relative_error
 from programs import MERGE, OVERLAP, Step, applied, runtime_case, tensor_parallel, traced, weights
 from ranks import run_ranks
 
+from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.phases import PromptPhase, prompt_phase
@@ -139,6 +140,11 @@ class _Gradients:
 @pytest.mark.fast(*(f"{family}-{kind}" for family, kind in FAST))
 def test_every_entry_computes_what_simulated_ranks_compute(source: str, kind: str) -> None:
     tail, head = PHASES[(zoo.FAMILIES.index(source) + len(kind)) % len(PHASES)]
+    try:
+        program(source, kind, 2, tail, head)
+    except RewriterError as refusal:  # of a family whose layers have no place for the rewrite
+        assert (source, kind) not in FAST
+        pytest.skip(f"refused: {refusal}")
     check(source, kind, 2, tail, head)
 
 
