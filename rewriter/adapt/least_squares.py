@@ -23,7 +23,7 @@ from rewriter.ir.phases import REWIRED
 RIDGE = 1e-3
 """Of the mean square of an input: how much a change of weights costs beside errors."""
 TOKENS = 16
-"""Tokens that are read, by inputs of the widest projection."""
+"""Tokens that are read, for each element of the stream."""
 ROUNDING = 1e-9
 """The square of an error that is none, by that of what is wanted."""
 _CHUNK = 1024  # tokens that are added up at once

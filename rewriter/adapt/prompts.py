@@ -83,8 +83,8 @@ class PromptRows(Dataset[Row]):
     prompt is four fifths of its segment, and what counts is what comes after the prompt. `repeats`: a part of its
     rewired tokens follows the prompt in a share of the rows.
 
-    `whole`: all tokens of an example, which has a row of its own, but the first `exact_head` are rewired, and all are
-    targets: for what is learned from keys and values.
+    `whole`: all tokens of an example, which has a row of its own, but the first `exact_head` are rewired: for what is
+    learned from keys and values.
     """
 
     def __init__(
@@ -100,8 +100,7 @@ class PromptRows(Dataset[Row]):
         epoch, index = divmod(index, len(self))
         row = self.rows[index]
         if self.whole:
-            labels = torch.where(row["segment_ids"] == 0, row["input_ids"], IGNORED)
-            return row | {"labels": labels, REWIRED: torch.arange(len(labels)) >= self.phase.exact_head}
+            return row | {REWIRED: torch.arange(len(row["labels"])) >= self.phase.exact_head}
         if self.seed is None:
             return with_cuts(row, self.phase, self._fixed, 1)
         draw = np.random.default_rng([self.seed % 2**64, epoch, index])

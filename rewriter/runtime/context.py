@@ -44,7 +44,7 @@ class Context:
     rewired: of a model whose passes rewire tokens of the prompt alone, which tokens are rewired: bool [B, S] or [1, S],
         or True or False for all. None: without `position` rows are prompts (with `segment_ids`, each segment is one),
         and tokens that follow others are exact. The model's forward reads it and hands layers None.
-    fills: `cache` ends with the new tokens, so that their number tells what each of them sees.
+    fills: `cache` ends with the new tokens, which are at least half of it: their number tells what each of them sees.
     shards: how tokens are sharded over a sequence axis while a model computes; None where each rank holds them all.
         The model's forward sets it. Everything else here is of full sequences, and equal on all ranks of the axis.
     """

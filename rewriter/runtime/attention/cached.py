@@ -72,16 +72,8 @@ def attention(
         causal = mask.causal if queries > 1 else False  # a bool where the number is symbolic
         if not causal or mask.unbounded(queries):
             return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, causal, scale)
-    before = keys - queries
-    if (
-        ctx.fills
-        and not explicit
-        and ctx.first_valid is None
-        and mask.causal
-        and mask.unbounded(keys)
-        and before <= queries
-    ):
-        # kernels leave out what a causal mask hides where queries are as many as keys
+    if ctx.fills and not explicit and ctx.first_valid is None and mask.causal and mask.unbounded(keys):
+        before = keys - queries  # kernels leave out what a causal mask hides where queries are as many as keys
         return _sdpa(F.pad(q_BHSD, (0, 0, before, 0)), k_BKSD, v_BKSE, None, True, scale)[:, :, before:]
     visible = _visible(mask, ctx, positions, queries, q_BHSD.device)
     if explicit:

@@ -221,8 +221,9 @@ class DecodeStep(DecodeState):
             )
         for call in calls:
             place = None if call.start == 0 else torch.full((), call.start, device=device)
-            cache, fills = self.cache, False
-            if call.start and isinstance(cache, StaticCache):
+            cache = self._first(call.end) if call.start else self.cache
+            fills = False
+            if isinstance(cache, StaticCache) and 0 < call.start <= call.end - call.start:
                 cache, fills = cache.first(call.end), True
             rewired = call.rewired.to(device) if isinstance(call.rewired, Tensor) else call.rewired
             tokens = slice(call.start, call.end)

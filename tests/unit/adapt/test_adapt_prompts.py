@@ -262,9 +262,13 @@ TRAINED = {"max_steps": 40, "learning_rate": 3e-3, "use_cpu": True}
 
 
 def heal(directory: Path, out: Path, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+    return fit(directory, out, settings=TRAINED | (settings or {}), prompt_weights=False, **options)
+
+
+def fit(directory: Path, out: Path, **options: Any) -> Any:
     where = {"data": adapted.text_file(), "evaluation": adapted.text_file(20, 1), "out": out, "verify": "none"}
-    chosen = AdaptOptions(length=adapted.LENGTH, settings=TRAINED | (settings or {}), **options)
-    return adapt(directory, **where, options=chosen)
+    chosen = {"length": adapted.LENGTH, "settings": {"use_cpu": True}, "prompt_weights": True, **options}
+    return adapt(directory, **where, options=AdaptOptions(**chosen))
 
 
 def test_one_set_of_weights_heals_the_prompt_and_keeps_the_exact_phase(tmp_path: Path) -> None:
@@ -368,12 +372,6 @@ def key_errors(student: Any, ids: Tensor) -> list[float]:
         sum(float((mine - wanted).square().sum() / wanted.square().sum()) for wanted, mine in zip(*pair, strict=True))
         for pair in zip(*caches, strict=True)
     ]
-
-
-def fit(directory: Path, out: Path, **options: Any) -> Any:
-    where = {"data": adapted.text_file(), "evaluation": adapted.text_file(20, 1), "out": out, "verify": "none"}
-    chosen = AdaptOptions(length=adapted.LENGTH, settings={"use_cpu": True}, prompt_weights=True, **options)
-    return adapt(directory, **where, options=chosen)
 
 
 @pytest.mark.parametrize("recipe", ["prompt-ladder", "prompt-desync"])

@@ -90,8 +90,8 @@ def tell_rewired(model, args, kwargs):
 
 def check_rewired(rewired, shape, tokens):
     """Raise ValueError where a caller's `rewired` is not bool of `shape`."""
-    if not isinstance(rewired, torch.Tensor) or rewired.dtype != torch.bool or rewired.shape != shape:
-        is_tensor = isinstance(rewired, torch.Tensor)
+    is_tensor = isinstance(rewired, torch.Tensor)
+    if not is_tensor or rewired.dtype != torch.bool or rewired.shape != shape:
         given = f"{rewired.dtype} {list(rewired.shape)}" if is_tensor else type(rewired).__name__
         raise ValueError(
             f"rewired is {given}; expected a tensor, bool {list(shape)}: True for those of {tokens} that are rewired"
