@@ -64,9 +64,17 @@ def with_prompts(data: RunData, phase: PromptPhase, options: AdaptOptions, seed:
         )
     repeats = options.method == "distill"  # nobody would write so
     trained = PromptRows(data.rows, phase, seed, whole=options.prompt_weights, repeats=repeats)
-    return replace(
-        data, rows=trained, held_out=measured, evaluation=f"{data.evaluation}, after prompts of four fifths of each"
-    )
+    counts = data.counts
+    if not options.prompt_weights:
+        short, found = trained.too_short()
+        counts = data.counts | {"segments_without_rewired_tokens": short}
+        if short == found:
+            raise RewriterError(
+                f"{data.data}: none of the {found} texts to train on has {shortest + 1} tokens, of which one is "
+                f"rewired ({phase}) and one comes after its prompt. Give longer examples, or a greater --length"
+            )
+    words = f"{data.evaluation}, after prompts of four fifths of each"
+    return replace(data, rows=trained, held_out=measured, evaluation=words, counts=counts)
 
 
 def shortest_prompt(phase: PromptPhase) -> int:
@@ -114,6 +122,11 @@ class PromptRows(Dataset[Row]):
 
         return with_cuts(row, self.phase, cut_of, self.phase.exact_tail, draw if repeats else None)
 
+    def too_short(self) -> tuple[int, int]:
+        """(segments that hold no rewired token and a target after its prompt, all segments with a target)."""
+        last = [last for i in range(len(self)) for _, last in segments(self.rows[i])]
+        return sum(at < shortest_prompt(self.phase) for at in last), len(last)
+
     def _fixed(self, size: int, last: int) -> int:
         return min(max(size * 4 // 5, shortest_prompt(self.phase)), last)
 
@@ -130,9 +143,7 @@ def with_cuts(
     """
     ids, given = row["input_ids"].clone(), row["labels"].clone()
     labels, rewired = torch.full_like(given, IGNORED), torch.zeros_like(given, dtype=torch.bool)
-    for place in segments(row["segment_ids"]):
-        targets = torch.nonzero(given[place] != IGNORED)
-        last = int(targets[-1]) if len(targets) else 0
+    for place, last in segments(row):
         if last < shortest_prompt(phase):
             continue
         size = len(given[place])
@@ -154,9 +165,11 @@ def repeated(tokens_N: Tensor, most: int, draw: np.random.Generator) -> Tensor:
     return tokens_N[start : start + count].clone()
 
 
-def segments(segment_ids_S: Tensor) -> Iterator[slice]:
-    """The places of each segment of a row, runs of equal ids."""
+def segments(row: Row) -> Iterator[tuple[slice, int]]:
+    """The place of each segment that has a target, and that of its last one in it."""
     at = 0
-    for size in torch.unique_consecutive(segment_ids_S, return_counts=True)[1].tolist():
-        yield slice(at, at + size)
+    for size in torch.unique_consecutive(row["segment_ids"], return_counts=True)[1].tolist():
+        targets = torch.nonzero(row["labels"][at : at + size] != IGNORED)
+        if len(targets):
+            yield slice(at, at + size), int(targets[-1])
         at += size

@@ -37,6 +37,7 @@ def print_adaptation(text: str) -> None:
     report: dict[str, Any] = json.loads(text)
     done, console = report["adaptation"], Console(highlight=False)
     what = {name: done[name] for name in ("method", "data", "steps", "tokens", "seconds")}
+    what["data"] = {"source": done["data"]} | {name: count for name, count in done["counts"].items() if count}
     console.print(facts("fine-tuning", what))
     console.print()
     console.print(facts("loss (nats per target)", report["losses"]))

@@ -190,6 +190,12 @@ def test_rows_that_hold_no_prompt_are_refused(tmp_path: Path) -> None:
     short.write_text('{"text": "x"}\n' * 40)
     with pytest.raises(RewriterError, match=r"no example has 7 tokens.*a greater --length"):
         adapt(directory, out=tmp_path / "out", data=short, options=AdaptOptions(length=24, settings=ON_CPU))
+    options = AdaptOptions(length=24, settings=ON_CPU | {"max_steps": 1})
+    with pytest.raises(RewriterError, match=r"none of the 40 texts to train on has 7 tokens.*a greater --length"):
+        adapt(directory, **where | {"data": short}, evaluation=where["data"], options=options)
+    short.write_text('{"text": "for else in class"}\n' * 20 + '{"text": "x"}\n' * 3)
+    done = adapt(directory, **where | {"data": short}, evaluation=where["data"], options=options).adaptation["counts"]
+    assert done["segments_without_rewired_tokens"] == 3, "the report says how many teach nothing"
 
 
 # What is learned
