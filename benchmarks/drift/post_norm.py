@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.check.drift import CALIBRATION, WINDOW, DriftSums
 from rewriter.common.cache_names import cache_argument
+from rewriter.common.text_windows import begins_texts, text_windows
 
 Block = Callable[[Tensor], Tensor]
 OWN: Mapping[str, Callable[[Tensor, Block, int], Tensor]] = {
@@ -121,7 +122,9 @@ def main() -> None:
     options = parser.parse_args()
     text = CALIBRATION.read_text(encoding="utf-8")
     tokens = torch.tensor(AutoTokenizer.from_pretrained(options.model)(text).input_ids)
-    model, pieces = Ranks(options.model, options.from_layer), tokens.split(WINDOW)[: options.windows]
+    model = Ranks(options.model, options.from_layer)
+    begins = begins_texts(tokens, model.model.config.to_dict())
+    pieces = text_windows(tokens, WINDOW, begins=begins)[: options.windows]
     original = [model.logits(piece, Original(), 1) for piece in pieces]
     modes = {"desync, sum": lambda own: Desync(own, "sum"), "desync, mean": lambda own: Desync(own, "mean")}
     modes["own partial"] = OwnPartial

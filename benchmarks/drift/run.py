@@ -144,8 +144,11 @@ def windows_of(model: Path, text: Path, count: int) -> list[torch.Tensor]:
     tokenizer: Any = load_tokenizer(str(model))
     tokenizer.model_max_length = 1 << 30
     ids = torch.tensor(tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False).input_ids)
-    last = len(ids) - LENGTH
-    return [ids[start : start + LENGTH] for start in (last * i // (count - 1) for i in range(count))]
+    # the tiny model was trained on pieces of texts, others on texts that begin as their tokenizer has them begin
+    begin = ids.new_tensor([] if model == MODEL else tokenizer("").input_ids)
+    length = LENGTH - len(begin)
+    starts = ((len(ids) - length) * i // (count - 1) for i in range(count))
+    return [torch.cat([begin, ids[start : start + length]]) for start in starts]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

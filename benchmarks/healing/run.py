@@ -44,6 +44,7 @@ from rewriter.adapt.loop import read_metrics
 from rewriter.adapt.models import Batch, HuggingFaceModel, freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.check.drift import CALIBRATION
+from rewriter.common.text_windows import begins_texts, text_windows
 from rewriter.convert.save_options import SaveOptions
 from rewriter.recipes import Recipe
 
@@ -140,10 +141,10 @@ def perplexity(directory: Path) -> float:
     """Of the packaged text, its first 2,048 tokens in windows of 256, which no run has trained on."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32).eval()
-    ids = tokenizer(CALIBRATION.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :PROSE]
-    windows = ids.split(WINDOW, dim=1)
-    losses = [float(model(input_ids=window, labels=window).loss) * (window.shape[1] - 1) for window in windows]
-    return math.exp(sum(losses) / sum(window.shape[1] - 1 for window in windows))
+    ids = torch.tensor(tokenizer(CALIBRATION.read_text(encoding="utf-8")).input_ids[:PROSE])
+    windows = text_windows(ids, WINDOW, begins=begins_texts(ids, model.config.to_dict()))
+    losses = [float(model(input_ids=window[None], labels=window[None]).loss) * (len(window) - 1) for window in windows]
+    return math.exp(sum(losses) / sum(len(window) - 1 for window in windows))
 
 
 def timed_steps(model: Path, directory: Path, repeats: int) -> dict[str, list[float]]:

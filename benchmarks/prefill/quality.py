@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.prefill import page
 from rewriter.api import rewrite
 from rewriter.check.drift import CALIBRATION, load_tokenizer, other_weights
+from rewriter.common.text_windows import text_windows
 from rewriter.ir import Program
 from rewriter.ir.phases import PromptPhase, agreed_phase, prompt_phase
 from rewriter.ir.simulate import load_weights, simulate
@@ -51,9 +52,10 @@ class Quality:
 def windows(tokenizer: Any, text: str, prompt: int, count: int) -> Tensor:
     """int64 [count, prompt + AFTER]: a text, cut."""
     ids, length = torch.tensor(tokenizer(text).input_ids), prompt + AFTER
-    if len(ids) < length * count:
-        raise SystemExit(f"the text has {len(ids)} tokens, {count} windows of {length} need {length * count}")
-    return ids[: count * length].view(count, length)
+    found = text_windows(ids, length, begins=int(ids[0]) == tokenizer.bos_token_id)[:count]
+    if len(found) < count or len(found[-1]) < length:
+        raise SystemExit(f"the text has {len(ids)} tokens, too few for {count} windows of {length}")
+    return torch.stack(found)
 
 
 @dataclass(frozen=True)

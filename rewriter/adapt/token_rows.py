@@ -18,6 +18,7 @@ from rewriter.adapt.examples import EXPECTED, BadExample, ChatEncoder, Faults, c
 from rewriter.adapt.options import TooLong
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import not_a_token
+from rewriter.common.text_windows import text_windows
 from rewriter.runtime.replicas import IGNORED
 
 # An example is tried on the rows that were opened last, so that packing takes time in proportion to the examples. A
@@ -227,9 +228,9 @@ class SegmentCollector:
                 yield ids[: self.length], targets[: self.length]
         elif too_long == "split" and splits:
             self.counts.split += 1
-            for start in range(0, len(ids) - 1, self.length - 1):
-                part = slice(start, start + self.length)
-                yield ids[part], targets[part]
+            # each token but the first is predicted: from the token before it, or from the one that begins every window
+            cut = {"begins": ids[0] == self.tokenizer.bos_token_id, "overlap": 1}
+            yield from zip(*(text_windows(each, self.length, **cut) for each in (ids, targets)), strict=True)
         else:
             why = "conversations cannot be split" if too_long == "split" else "too long examples are refused"
             raise BadExample(

@@ -13,6 +13,7 @@ import torch
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.common.text_settings import check_tokens, context_length, vocabulary_size
+from rewriter.common.text_windows import begins_texts, text_windows
 from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import Program
 from rewriter.ir.phases import prompt_phase
@@ -86,7 +87,8 @@ def drift(
 ) -> Drift:
     """Compare two programs over one checkpoint on `tokens`, int64 [T]; a sharded one is computed on all its ranks.
 
-    The tokens are read in windows without overlap, of 256 or as many as the model has positions. Where passes rewire
+    The tokens are read in windows, of 256 or as many as the model has positions, and where the first begins every text
+    of the model, it begins each of them. Where passes rewire
     the prompt alone, four fifths of a window (of 320 then) are a prompt, and what comes after it counts. `weights` are
     full fp32 tensors by runtime name, `rewritten_weights` those of the rewritten program where they differ (a pass may
     fuse or repeat parameters); by default the checkpoint is read. Raises RewriterError for fewer than two tokens or a
@@ -120,12 +122,14 @@ def read_in(original: Program, rewritten: Program, tokens: torch.Tensor) -> list
         return [(window, 0) for window in windows(original, tokens)]
     length = min(WINDOW * 5 // 4, context_length(original.source.config), len(tokens))
     prompt = length * 4 // 5
-    return [(window, prompt) for window in tokens.split(length) if len(window) > prompt]
+    pieces = text_windows(tokens, length, begins=begins_texts(tokens, original.source.config))
+    return [(window, prompt) for window in pieces if len(window) > prompt]
 
 
-def windows(program: Program, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`tokens`, int64 [T], in pieces of 256 or as many as the model has positions; the last may be shorter."""
-    return tokens.split(min(WINDOW, context_length(program.source.config)))
+def windows(program: Program, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """`tokens`, int64 [T], in windows of 256 or as many as the model has positions; the last may be shorter."""
+    config = program.source.config
+    return text_windows(tokens, min(WINDOW, context_length(config)), begins=begins_texts(tokens, config))
 
 
 def other_weights(

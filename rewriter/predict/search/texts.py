@@ -11,6 +11,7 @@ from rewriter.check.drift import CALIBRATION, load_tokenizer, too_large, vocabul
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_tokens, context_length, top_setting
+from rewriter.common.text_windows import begins_texts, text_windows
 from rewriter.ir import Program
 from rewriter.ir.live_model import load_host
 
@@ -70,18 +71,19 @@ def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
             "directory, or leave out --calibration: the model then writes a text itself"
         )
     tokenizer.model_max_length = 1 << 30
-    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    tokens = tokenizer(text).input_ids
     check_tokens(what, tokens, vocabulary_of(program), tokenizer)
     ids = torch.tensor(tokens)
     while length > 16 and len(ids) < 12 * length:  # a short text in shorter windows
         length //= 2
-    count = len(ids) // length
-    if count < 3:
+    windows = text_windows(ids, length, begins=begins_texts(tokens, program.source.config))
+    windows = [window for window in windows if len(window) == length]
+    if len(windows) < 3:
         raise RewriterError(
             f"--calibration: {what} gives {len(ids)} tokens; at least {3 * length} are needed, to measure on and to "
             "hold out. Give a longer one"
         )
-    return ids[: count * length].reshape(count, length)
+    return torch.stack(windows)
 
 
 @torch.no_grad()
