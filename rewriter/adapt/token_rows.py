@@ -136,8 +136,9 @@ def load_rows(
     not read. Of messages, what the assistant wrote is a target, with its end-of-turn token; of a text every token but
     the first, and an end-of-sequence token is put after it where the tokenizer has one.
 
-    An example of more than `length` tokens is cut there ("truncate"), goes on in another segment whose first
-    token is the last of the one before, so that no target is lost ("split", texts only), or is a fault ("refuse").
+    An example of more than `length` tokens is cut there ("truncate"), goes on in another segment ("split", texts only),
+    or is a fault ("refuse"). Such a segment begins with the token that begins texts, where the tokenizer has one, else
+    with the last token of the one before, so that no target is lost.
     One without a target in what truncation left is dropped and counted. With `packing`, several examples share a row
     and an example is never in two; without, each has its own row.
 

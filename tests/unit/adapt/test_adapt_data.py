@@ -86,8 +86,8 @@ def expected_rows(examples: list[dict[str, Any]], length: int, too_long: str, pa
         ids, labels = expected_example(example)
         pieces = [(ids[:length], labels[:length])]
         if too_long == "split" and len(ids) > length:
-            starts = range(0, len(ids) - 1, length - 1)
-            pieces = [(ids[s : s + length], [-100, *labels[s + 1 : s + length]]) for s in starts]
+            rest = [ids[s : s + length - 1] for s in range(1, len(ids), length - 1)]
+            pieces = [([BOS, *piece], [-100, *piece]) for piece in rest]
         for piece in pieces:
             if not any(label >= 0 for label in piece[1]):
                 continue
