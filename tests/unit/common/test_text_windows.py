@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_every_token_is_in_one_window(text: list[int], length: int, tensors: boo
     assert all(len(window) == length for window in lists[:-1])
     assert 0 < len(lists[-1]) <= length
     if length == 1:  # no room for more than a token
-        assert sum(lists, []) == tokens
+        assert [token for window in lists for token in window] == tokens
         return
     assert all(window[0] == BEGIN and BEGIN not in window[1:] and len(window) > 1 for window in lists)
     assert [token for window in lists for token in window[1:]] == text
@@ -41,7 +42,7 @@ def test_without_a_first_token_windows_overlap_as_told(text: list[int], length: 
     assert all(len(window) == length for window in found[:-1])
     assert [*found[0], *(token for window in found[1:] for token in window[overlap:])] == text
     assert all(len(window) > overlap for window in found)
-    assert all(before[-overlap:] == after[:overlap] for before, after in zip(found, found[1:], strict=False) if overlap)
+    assert all(before[-overlap:] == after[:overlap] for before, after in itertools.pairwise(found) if overlap)
 
 
 @pytest.mark.parametrize(
