@@ -241,7 +241,7 @@ def test_a_text_needs_a_tokenizer(directory: Path) -> None:
 
 
 def test_a_text_has_to_be_long_enough() -> None:
-    with pytest.raises(RewriterError, match=r"the given text gives 11 tokens; at least 48 are needed"):
+    with pytest.raises(RewriterError, match=r"the given text gives 12 tokens; at least 48 are needed"):
         search(TINY_LLAMA, asked(tp=2, text="Some words."))
 
 
