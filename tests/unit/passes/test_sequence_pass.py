@@ -273,10 +273,10 @@ def test_positions_counted_on_each_rank_are_seen():
         ({"kind": "auto", "grid": [2, 2, 2]}, r"grid \[2, 2, 2\] is of 8 ranks, but --sp is 4"),
         ({"kind": "attention2d", "grid": [1, 0, 4]}, r"grid \[1, 0, 4\]: expected .*each 1 or more"),
         ({"kind": "attention2d", "grid": [2, 2]}, r"sequence_parallel.grid: expected .* not \[2, 2\]"),
-        ({"kind": "star"}, "sequence_parallel.kind: expected .*ulysses, not 'star'"),
+        ({"kind": "star"}, "sequence_parallel.kind: expected auto or attention2d or ring or ulysses, not 'star'"),
         ({"kind": "ulysses", "grid": [1, 4, 1]}, r"grid \[1, 4, 1\] is no ulysses. .* its grid is \[4, 1, 1\]"),
         ({"tokens": 0}, "sequence_parallel: tokens: 0; expected auto, or a length of 1 or more"),
-        ({"tokens": "long"}, "sequence_parallel.tokens: expected .*auto.* not 'long'"),
+        ({"tokens": "long"}, "sequence_parallel.tokens: expected .*'auto'.* not 'long'"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(options, message):
