@@ -230,8 +230,10 @@ class SegmentCollector:
         elif too_long == "split" and splits:
             self.counts.split += 1
             # each token but the first is predicted: from the token before it, or from the one that begins every window
-            cut = {"begins": ids[0] == self.tokenizer.bos_token_id, "overlap": 1}
-            yield from zip(*(text_windows(each, self.length, **cut) for each in (ids, targets)), strict=True)
+            begins = ids[0] == self.tokenizer.bos_token_id
+            each = (text_windows(torch.tensor(part), self.length, begins=begins, overlap=1) for part in (ids, targets))
+            for window_ids, window_targets in zip(*each, strict=True):
+                yield window_ids.tolist(), window_targets.tolist()
         else:
             why = "conversations cannot be split" if too_long == "split" else "too long examples are refused"
             raise BadExample(

@@ -21,7 +21,7 @@ import torch
 from rewriter.check.drift import DriftSums, other_weights, windows
 from rewriter.common.errors import RewriterError
 from rewriter.common.run_context import ProgressCall, silent
-from rewriter.common.text_windows import begins_texts, text_windows
+from rewriter.common.text_windows import begins_texts
 from rewriter.ir import Module, Program, walk_modules
 from rewriter.ir.simulate import RankValues, Simulator, load_weights
 from rewriter.passes.base import bound_ranks
@@ -93,12 +93,11 @@ def affinity(
     if weights is None:
         weights = load_weights(program, torch.float32)
     searched, held_back = tokens.split([len(tokens) - len(tokens) // 4, len(tokens) // 4])
-    begins = begins_texts(tokens, program.source.config)
-    if begins:
+    if begins_texts(tokens, program.source.config):
         held_back = torch.cat([tokens[:1], held_back])
     pieces = windows(program, searched)
     length = len(searched) // len(pieces)  # all windows at once, so of one length
-    batch = torch.stack([w for w in text_windows(searched, length, begins=begins) if len(w) == length])
+    batch = torch.stack([window for window in windows(program, searched, length) if len(window) == length])
     known = other_weights(rewritten, program, weights)
     exits, left = exits_of(program)
     original = Recording(program, weights, set(exits))

@@ -87,11 +87,10 @@ def drift(
 ) -> Drift:
     """Compare two programs over one checkpoint on `tokens`, int64 [T]; a sharded one is computed on all its ranks.
 
-    The tokens are read in windows, of 256 or as many as the model has positions, and where the first begins every text
-    of the model, it begins each of them. Where passes rewire
-    the prompt alone, four fifths of a window (of 320 then) are a prompt, and what comes after it counts. `weights` are
-    full fp32 tensors by runtime name, `rewritten_weights` those of the rewritten program where they differ (a pass may
-    fuse or repeat parameters); by default the checkpoint is read. Raises RewriterError for fewer than two tokens or a
+    The tokens are read in `windows`. Where passes rewire the prompt alone, four fifths of a window (of 320 then) are a
+    prompt, and what comes after it counts. `weights` are full fp32 tensors by runtime name, `rewritten_weights` those
+    of the rewritten program where they differ (a pass may fuse or repeat parameters); by default the checkpoint is
+    read. Raises RewriterError for fewer than two tokens or a
     program without weights.
     """
     if tokens.ndim != 1 or len(tokens) < 2:
@@ -122,14 +121,16 @@ def read_in(original: Program, rewritten: Program, tokens: torch.Tensor) -> list
         return [(window, 0) for window in windows(original, tokens)]
     length = min(WINDOW * 5 // 4, context_length(original.source.config), len(tokens))
     prompt = length * 4 // 5
-    pieces = text_windows(tokens, length, begins=begins_texts(tokens, original.source.config))
-    return [(window, prompt) for window in pieces if len(window) > prompt]
+    return [(window, prompt) for window in windows(original, tokens, length) if len(window) > prompt]
 
 
-def windows(program: Program, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """`tokens`, int64 [T], in windows of 256 or as many as the model has positions; the last may be shorter."""
+def windows(program: Program, tokens: torch.Tensor, length: int = WINDOW) -> list[torch.Tensor]:
+    """`tokens`, int64 [T], in windows of `length` or as many as the model has positions; the last may be shorter.
+
+    Where the first token begins every text of the model, it begins each window.
+    """
     config = program.source.config
-    return text_windows(tokens, min(WINDOW, context_length(config)), begins=begins_texts(tokens, config))
+    return text_windows(tokens, min(length, context_length(config)), begins=begins_texts(tokens, config))
 
 
 def other_weights(

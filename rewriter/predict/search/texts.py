@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rewriter.check.drift import CALIBRATION, load_tokenizer, too_large, vocabulary_of
+from rewriter.check.drift import CALIBRATION, load_tokenizer, too_large, vocabulary_of, windows
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_tokens, context_length, top_setting
-from rewriter.common.text_windows import begins_texts, text_windows
 from rewriter.ir import Program
 from rewriter.ir.live_model import load_host
 
@@ -49,17 +48,17 @@ def text_for(
     length = min(WINDOW, context_length(program.source.config))
     own = given is None and too_large(program) is None
     if own:
-        windows, described = written(program, sum(counts), length, seed, report), "text that the model wrote itself"
+        found, described = written(program, sum(counts), length, seed, report), "text that the model wrote itself"
     else:
         what = "the packaged text" if given is None else "the given text"
-        windows = _read(program, given if given is not None else CALIBRATION.read_text(encoding="utf-8"), length, what)
+        found = _read(program, given if given is not None else CALIBRATION.read_text(encoding="utf-8"), length, what)
         described = what
-    held_out = counts[1] if len(windows) >= sum(counts) else max(1, len(windows) * counts[1] // sum(counts))
-    chosen = windows[: sum(counts)]
+    held_out = counts[1] if len(found) >= sum(counts) else max(1, len(found) * counts[1] // sum(counts))
+    chosen = found[: sum(counts)]
     # what is held out is the end of a text, which is furthest from what was searched with
     return Text(
         chosen[:-held_out], chosen[-held_out:],
-        f"{described}, {held_out * windows.shape[1]:,} tokens of it held out", own,
+        f"{described}, {held_out * found.shape[1]:,} tokens of it held out", own,
     )  # fmt: skip
 
 
@@ -76,14 +75,13 @@ def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
     ids = torch.tensor(tokens)
     while length > 16 and len(ids) < 12 * length:  # a short text in shorter windows
         length //= 2
-    windows = text_windows(ids, length, begins=begins_texts(tokens, program.source.config))
-    windows = [window for window in windows if len(window) == length]
-    if len(windows) < 3:
+    full = [window for window in windows(program, ids, length) if len(window) == length]
+    if len(full) < 3:
         raise RewriterError(
             f"--calibration: {what} gives {len(ids)} tokens; at least {3 * length} are needed, to measure on and to "
             "hold out. Give a longer one"
         )
-    return torch.stack(windows)
+    return torch.stack(full)
 
 
 @torch.no_grad()
