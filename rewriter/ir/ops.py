@@ -201,6 +201,11 @@ def own_shard(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     return x
 
 
+def own_ranges(x: torch.Tensor, axis: str, dim: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
+    """A rank's own parts of the replicated constant `x` along `dim`: per rank, (begin, end) of each, in order."""
+    return x
+
+
 def shard_tokens(x: torch.Tensor, axis: str, plan: SequencePlan) -> torch.Tensor:
     """A rank's own tokens of `x` [B, S, ...], padded at the right with zeros to `plan.multiple`."""
     return x
@@ -218,3 +223,6 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str, padding_
 
 
 COLLECTIVES = frozenset({all_reduce, all_reduce_start, all_gather})
+# what carries a state from token to token, and what keeps anything between calls: each has a `slot`
+RECURRENT = frozenset({causal_conv, delta_rule, state_space, selective_scan, linear_scan})
+CACHED = RECURRENT | {attention}

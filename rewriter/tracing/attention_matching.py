@@ -25,7 +25,8 @@ _END = 1 << 62  # of a slice that has none
 
 
 def recognise(graph: fx.Graph, static: StaticGraph) -> None:
-    """Rewrite `graph` in place. Every attention node gets its rule and its slot; `ctx` is added where it is needed."""
+    """Rewrite `graph` in place. Every attention node gets its rule, and what keeps something between tokens its slot;
+    `ctx` is added where it is needed."""
     replaced = False
     for node in list(graph.nodes):
         if node.target is ops.attention:
@@ -40,7 +41,7 @@ def recognise(graph: fx.Graph, static: StaticGraph) -> None:
     if replaced:
         _fold_views(graph)
         drop_dead_nodes(graph)
-    for slot, node in enumerate(n for n in graph.nodes if n.target is ops.attention):
+    for slot, node in enumerate(n for n in graph.nodes if n.target in ops.CACHED):
         node.kwargs = {**node.kwargs, "slot": slot}
 
 
