@@ -3,6 +3,7 @@ and nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import signal
 import time
@@ -67,10 +68,8 @@ class _Worker:
     def begin(self, name: str) -> None:
         self.name, self._begin, self.busy = name, time.monotonic(), True
         self._served += 1
-        try:
+        with contextlib.suppress(OSError):  # it is gone, and its row will say so
             self.pipe.send(name)
-        except OSError:  # it is gone, and its row will say so
-            pass
 
     @property
     def seconds(self) -> float:

@@ -31,8 +31,9 @@ class Coverage:
     """The row of one type.
 
     `split`: the share of the layers' parameters that two ranks share, the others being on both; None where it is not
-    known. `stream`: it has a residual stream, of `blocks` blocks. `reductions`: all-reduces of the layers on two ranks, none
-    where no layer can be split. `replicated`: what every rank computes in full instead of sharing it, with the reason.
+    known. `stream`: it has a residual stream, of `blocks` blocks. `reductions`: all-reduces of the layers on two ranks,
+    none where no layer can be split. `replicated`: what every rank computes in full instead of sharing it, with the
+    reason.
     `reasons`: by check, why it does not hold. `wrong`: checks whose result was computed and is not the expected one,
     in contrast to those that were refused. `versions`: those of the libraries.
     """
