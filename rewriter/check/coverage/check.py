@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import shutil
 import sys
 import time
@@ -24,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from rewriter.check.comparison import DIFFERENT, RANKS, compare, exact_limit, relative_error
 from rewriter.check.coverage.configs import small_config
-from rewriter.check.coverage.report import CHECKS, Coverage, explain
+from rewriter.check.coverage.report import PARTS, Coverage, explain
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.random_model import EAGER, build_model, random_ids, randomize
 from rewriter.check.reference_modes import original_logits, reference_of
@@ -45,8 +46,10 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 
 
-def check(model_type: str, then: Callable[[Subject], None] = lambda subject: None) -> Coverage:
-    """Everything about one type; `then` is called with what was checked, unless it neither builds nor traces.
+def check(
+    model_type: str, then: Callable[[Subject], None] = lambda subject: None, checks: Collection[str] = PARTS
+) -> Coverage:
+    """These checks of one type; `then` is called with what was checked, unless it does not build or trace.
 
     Raises nothing that a model or a rewrite may cause: that is in the result.
     """
@@ -60,7 +63,7 @@ def check(model_type: str, then: Callable[[Subject], None] = lambda subject: Non
         contextlib.suppress(Stopped),
     ):
         subject = Subject(result, scratch)
-        subject.run()
+        subject.run(checks)
         then(subject)
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
@@ -81,12 +84,12 @@ class Subject:
         self.result, self.scratch, self.changes = result, scratch, changes
         self.source = scratch / "model"
 
-    def run(self, checks: Collection[str] = CHECKS) -> None:
+    def run(self, checks: Collection[str] = PARTS) -> None:
         """Make these checks; "builds" and "traces" are needed by the others."""
-        with self._check("builds", needed=True):
+        with self.noted("builds", needed=True):
             self.config = small_config(self.result.type, self.changes)
             model = build_model(self.config)
-        with self._check("traces", needed=True):
+        with self.noted("traces", needed=True):
             self.model = self._checkpoint(model)
             self.batches = [random_ids(self.config, length) for length in test_lengths(self.config)]
             self.original = functools.partial(original_logits, self.model)
@@ -97,24 +100,26 @@ class Subject:
             self._require(self.program, self.expected, self.original, self.limit, "the traced program")
         self.result.blocks = len(residual_blocks(self.program))
         self.result.stream = self.result.blocks > 0
-        with self._check("ladder"):
-            self._ladder()
+        if "ladder" in checks:
+            with self.noted("ladder"):
+                self._ladder()
         for ranks in (2, 4):
             if f"tp{ranks}" in checks:
-                with self._check(f"tp{ranks}"):
+                with self.noted(f"tp{ranks}"):
                     self._tensor_parallel(ranks)
-        if self.result.stream and checks == CHECKS:
-            with self._check("desync"):
+        if self.result.stream and checks == PARTS:
+            with self.noted("desync"):
                 self._desync()
         if self.result.ladder and "emitted" in checks:
-            with self._check("emitted"):
+            with self.noted("emitted"):
                 self._emitted()
         for name in ("desync", "emitted"):
-            if not getattr(self.result, name):  # what is not tried has the reason that the ladder has
+            # what is not tried has the reason that the ladder has
+            if "ladder" in checks and not getattr(self.result, name):
                 self.result.reasons.setdefault(name, self.result.reasons.get("ladder", ""))
 
     @contextlib.contextmanager
-    def _check(self, name: str, *, needed: bool = False) -> Iterator[None]:
+    def noted(self, name: str, *, needed: bool = False) -> Iterator[None]:
         """Note whether the block ran through. What stops one that is `needed` stops those that follow, too."""
         try:
             yield
@@ -182,6 +187,8 @@ class Subject:
 
     def _tensor_parallel(self, ranks: int) -> None:
         program = apply_passes(self.program, [TensorParallel()], {"tp": ranks})
+        if ranks == 2:
+            self.result.split = shared_parameters(program, ranks)
         self._require(
             program,
             self.expected,
@@ -235,6 +242,18 @@ class Subject:
                 raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
         for ids, expected in zip(self.batches, self.rewritten_logits, strict=True):
             _require_equal(original_logits(model.eval(), ids), expected, self.limit, "the emitted checkpoint")
+
+
+def shared_parameters(program: Program, ranks: int) -> float | None:
+    """The share of the layers' parameters that `ranks` ranks share: 0 where each holds all, 1 where each is held once;
+    None without layers."""
+    total = surplus = 0
+    for name, parameter in program.parameters.items():
+        if name.startswith(f"{program.source.layers}."):
+            elements = math.prod(parameter.full_shape or parameter.shape)
+            total += elements
+            surplus += math.prod(parameter.shape) * ranks - elements
+    return 1 - surplus / (ranks - 1) / total if total else None
 
 
 def _ladder_logits(model: PreTrainedModel, layers: Collection[int], ids: torch.Tensor) -> torch.Tensor:

@@ -18,21 +18,29 @@ from rich.markup import escape
 from rewriter.common.errors import RewriterError
 from rewriter.common.tables import plain_table
 
-# In the order in which they are made; a reason is named after its check.
-CHECKS = ("builds", "traces", "ladder", "tp2", "tp4", "desync", "emitted")
+# The main job, `rewrite MODEL --recipe NAME --tp 2` with text from two ranks, by the recipe.
+MAIN_JOB = {"main_job": "tensor-parallel", "main_job_ladder": "ladder"}
+# What it consists of, in the order in which it is checked.
+PARTS = ("builds", "traces", "ladder", "tp2", "tp4", "desync", "emitted")
+CHECKS = (*MAIN_JOB, *PARTS)  # a reason is named after its check
+TITLES = {"main_job": "main job", "main_job_ladder": "main job, ladder"} | {name: name for name in PARTS}
 
 
 @dataclass
 class Coverage:
     """The row of one type.
 
-    `stream`: it has a residual stream, of `blocks` blocks. `reductions`: all-reduces of the layers on two ranks, none
-    where no layer can be split. `replicated`: what every rank computes in full instead of sharing it, with the reason.
+    `split`: the share of the layers' parameters that two ranks share, the others being on both; None where it is not
+    known. `stream`: it has a residual stream, of `blocks` blocks. `reductions`: all-reduces of the layers on two ranks,
+    none where no layer can be split. `replicated`: what every rank computes in full instead of sharing it, with the
+    reason.
     `reasons`: by check, why it does not hold. `wrong`: checks whose result was computed and is not the expected one,
     in contrast to those that were refused. `versions`: those of the libraries.
     """
 
     type: str
+    main_job: bool = False
+    main_job_ladder: bool = False
     builds: bool = False
     traces: bool = False
     ladder: bool = False
@@ -40,6 +48,7 @@ class Coverage:
     tp4: bool = False
     desync: bool = False
     emitted: bool = False
+    split: float | None = None
     stream: bool = False
     blocks: int = 0
     reductions: int = 0
@@ -55,9 +64,12 @@ class Coverage:
     def reason(self) -> str | None:
         """Every distinct reason with the checks that it stopped; None when all checks hold."""
         by_text: dict[str, list[str]] = {}
-        for check, text in self.reasons.items():
-            by_text.setdefault(text, []).append(check)
-        return "; ".join(f"{', '.join(checks)}: {text}" for text, checks in by_text.items()) or None
+        for check in CHECKS:
+            if check in self.reasons:
+                by_text.setdefault(self.reasons[check], []).append(check)
+        return (
+            "; ".join(f"{', '.join(map(TITLES.__getitem__, names))}: {text}" for text, names in by_text.items()) or None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -91,18 +103,31 @@ def _place(error: BaseException) -> str | None:
 
 
 def table(rows: Sequence[Coverage]) -> RenderableType:
-    """One line per type, a mark per check and the blocks of its residual stream; totals; below it the reasons."""
+    """One line per type: a mark per check, what two ranks share and the blocks of its residual stream; totals; below it
+    the reasons."""
+    main, parts = ([TITLES[name] for name in names] for names in (MAIN_JOB, PARTS))
     shown = plain_table(
-        None, "type", *CHECKS, "blocks", numbers=["blocks"], whole=["type", *CHECKS], header_style="dim"
+        None,
+        *("type", *main, "split", *parts, "blocks"),
+        numbers=["split", "blocks"],
+        whole=["type", *parts],
+        header_style="dim",
     )
     for row in rows:
         marks = [
             "[bold red]WRONG[/]" if name in row.wrong else "[green]yes[/]" if getattr(row, name) else "[dim]–[/]"
             for name in CHECKS
         ]
+        marks.insert(len(MAIN_JOB), percent(row.split))
         shown.add_row(escape(row.type), *marks, str(row.blocks or "–"))
     shown.add_section()
     totals = [str(sum(getattr(row, name) for row in rows)) for name in CHECKS]
+    totals.insert(len(MAIN_JOB), "")
     shown.add_row(f"[bold]{len(rows)}[/]", *totals, "")
     reasons = [f"[bold]{escape(row.type)}[/]: {escape(row.reason)}" for row in rows if row.reason]
     return Group(shown, "", *reasons)
+
+
+def percent(share: float | None) -> str:
+    """A share in percent; 99 % is not 100 %."""
+    return "–" if share is None else f"{int(share * 100 + 1e-9)} %"

@@ -25,6 +25,7 @@ from rewriter.ir import Body, Opaque, Program, args_of, ops, walk_modules
 from rewriter.ir.absolute_positions import counts_tokens
 from rewriter.ir.marks import in_stream
 from rewriter.ir.phases import has_both_phases, prompt_phase
+from rewriter.ir.row_positions import RowPositions
 from rewriter.ir.schedule import with_readers_first
 from rewriter.ir.structure import is_dropout, without_dropout
 from rewriter.passes.phases import both_wirings, exact_wiring
@@ -43,12 +44,15 @@ def emit_runtime_module(program: Program) -> str:
     for path, module in program.modules.items():
         if isinstance(module, Opaque):
             raise _not_held(f"{path} is {module}")
+    return _Emitter(program).source()
+
+
+def _require_held(program: Program) -> None:
     if (where := counts_tokens(program)) is not None:
         raise _not_held(f"{where}, from 0, which is right without a key/value cache only")
     inside = [module.graph for _, module in walk_modules(program.modules) if isinstance(module, Body)]
     if any(node.target is ops.additive_mask for graph in (program.graph, *inside) for node in graph.nodes):
         raise _not_held("the model computes with its mask outside of attention, such as for ALiBi")
-    return _Emitter(program).source()
 
 
 def _not_held(what: str) -> RewriterError:
@@ -68,6 +72,11 @@ class _Emitter:
         if self.phase is not None:
             programs = {"": both_wirings(program), "rewired": program, "exact": exact_wiring(program)}
         # one object for modules that are alike, which their wirings made more than once
+        modules = {path: module for one in reversed(programs.values()) for path, module in one.modules.items()}
+        numbered = RowPositions()
+        programs = {name: numbered.program(one.with_(modules=modules)) for name, one in programs.items()}
+        for one in programs.values():
+            _require_held(one)
         modules = {path: module for one in reversed(programs.values()) for path, module in one.modules.items()}
         self.program = program.with_(modules=modules)
         # a program that was not split still has its dropout
