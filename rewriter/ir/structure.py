@@ -210,7 +210,8 @@ class Parameter:
 
     When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared`
     says that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
-    `parts` are the runtime names, as traced, of the parameters that a pass laid one after the other along `dim`.
+    `parts` are the runtime names, as traced, of the parameters that a pass laid one after the other along `dim`; of one
+    that is tied to a parameter with which nothing is computed, the name of that.
     """
 
     shape: tuple[int, ...]
