@@ -3,9 +3,11 @@ prefill, eager, compiled and as a replayed step, as transformers computes and ge
 
 from __future__ import annotations
 
+import decode_steps
 import hybrids
 import pytest
 import torch
+from decode_steps import STEPS, replayed
 from emitted_ranks import TOLERANCE, build, compare_gradients, on_rank
 from oracles import relative_error
 from programs import runtime_case, tensor_parallel
@@ -13,6 +15,7 @@ from ranks import run_ranks
 
 from rewriter.passes import available
 
+as_on_a_gpu = decode_steps.as_on_a_gpu
 MERGE, OVERLAP = ("merge_reductions", {}), ("overlap", {})
 FAST = ("qwen3_next", "nemotron_h")  # a delta rule and a state space, one layer with both in turns; others are slow
 
@@ -82,3 +85,12 @@ def test_greedy_tokens_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", [*hybrids.TYPES, *hybrids.OTHERS])
 def test_64_greedy_tokens_are_those_of_transformers(name, ranks):
     check_tokens(name, ranks, 64)
+
+
+@pytest.mark.parametrize("name", [*hybrids.TYPES, *hybrids.OTHERS])
+@pytest.mark.fast("qwen3_next", "falcon_h1")
+def test_a_replayed_step_gives_the_tokens_of_transformers(name, as_on_a_gpu):
+    source, tensors, ties = runtime_case(program(name, 1), hybrids.weights(name))
+    prompts = torch.randint(3, 100, (3, 11), generator=torch.Generator().manual_seed(5)).tolist()
+    got, _ = replayed(build(source, tensors[0], ties, None), prompts)
+    assert got == hybrids.generated(name, prompts, STEPS)
