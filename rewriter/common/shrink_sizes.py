@@ -56,7 +56,7 @@ SMALL = {
     "shape_vocab_size": 256, "shape_embed_dim": 32, "pronunciation_vocab_size": 256, "pronunciation_embed_dim": 32,
     "image_size": 64, "crop_size": 64, "num_position_embeddings": 64,
 }  # fmt: skip
-# Heads of a state-space mixer and their size: together they are as wide as `expand` times the model, or as `inner` says.
+# Heads of a state-space mixer and their size: together as wide as `expand` times the model, or as the last one says.
 MIXERS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_d_ssm"),
     ("mamba_num_heads", "mamba_head_dim", "expand", "mamba_d_ssm"),

@@ -26,7 +26,18 @@ TYPES = {
 }
 # transformers' step of Mamba 2 ignores the limits of Δ, which this type's default config sets: it is recomputed.
 WRONG_STEPS = ("nemotron_h",)
-OTHERS = ("lfm2", "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2", "olmo_hybrid", "bailing_hybrid", "lfm3")
+OTHERS = (
+    "lfm2",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "jamba",
+    "bamba",
+    "zamba2",
+    "olmo_hybrid",
+    "bailing_hybrid",
+    "lfm3",
+)
 
 
 @cache
@@ -44,7 +55,9 @@ def traced(name: str) -> Program:
 
 def weights(name: str) -> dict[str, torch.Tensor]:
     """Parameters and stored buffers by name, detached."""
-    return {n: p.detach() for n, p in {**dict(model(name).named_buffers()), **dict(model(name).named_parameters())}.items()}
+    return {
+        n: p.detach() for n, p in {**dict(model(name).named_buffers()), **dict(model(name).named_parameters())}.items()
+    }
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
