@@ -33,12 +33,14 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     sequence: SequencePlan | None = None,
 ) -> torch.Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` shows, softmax in fp32; returns o_BHSE.
 
     Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H]
-    adds one logit per head that takes probability and returns nothing. `ctx` is ignored here: without a cache every
+    adds one logit per head that takes probability and returns nothing. `slopes` [H] (ALiBi, Press et al. 2022) adds
+    slope · (t − s) for a query at s and a key at t. `ctx` is ignored here: without a cache every
     call sees all tokens from position 0. `slot` names the cache entry of this call. With `sequence`, q, k and v are
     those of a rank's tokens and keys of all ranks are seen; here all tokens are given, and it changes nothing.
     """
@@ -51,6 +53,8 @@ def attention(
     if bias is not None:
         scores = scores + bias
     positions = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
+    if slopes is not None:
+        scores = scores + (slopes[:, None, None] * (positions - positions[:, None])).to(scores.dtype)
     scores = scores.masked_fill(~mask.visible(positions, positions), torch.finfo(scores.dtype).min)
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
