@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from rewriter.check import subprocess_logits
-from rewriter.check.comparison import DIFFERENT, EXACT, QUANTIZED, RANKS, Verification, relative_error
+from rewriter.check.comparison import DIFFERENT, EXACT, QUANTIZED, RANKS, Verification, exact_limit, relative_error
 from rewriter.check.random_model import amplification, random_ids, random_model
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.common.errors import VerificationError
@@ -79,14 +79,15 @@ def check_shrunken(
     with scratch_folder("shrunken") as scratch:
         model, traced, program = telling_copy(small, mapped, mesh, scratch / "model", trust_remote_code, progress)
         reference, single = reference_of(program, mapped), single_device(program)
+        limit = exact_limit(traced)
         for ids in batches:
             wanted = original_logits(model, ids)
-            result.require("trace = original model", simulate(traced, ids, host=model), wanted, EXACT)
+            result.require("trace = original model", simulate(traced, ids, host=model), wanted, limit)
             if reference.reordered:
                 name = "heads and channels reordered = original model"
-                result.require(name, original_logits(reference.ordered(model), ids), wanted, EXACT)
+                result.require(name, original_logits(reference.ordered(model), ids), wanted, limit)
         # On several ranks partial sums are added in another order.
-        limit = EXACT if bound_ranks(program) is None else RANKS
+        limit = limit if bound_ranks(program) is None else RANKS
         expected = [simulate(single, ids, host=model) for ids in batches]
         for ids, logits in zip(batches, expected, strict=True):
             result.require(f"rewritten = {reference.name}", logits, reference.logits(model, ids), limit)

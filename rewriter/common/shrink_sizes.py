@@ -49,15 +49,20 @@ SMALL = {
     "index_block_size": 8, "index_topk_blocks": 2,
     "laurel_rank": 8, "gated_norm_rank": 8, "hidden_size_per_layer_input": 16, "d_rel": 8, "rel_extent": 16,
     "router_hidden_size": 16, "adapter_rank": 8, "hc_lowrank": 16, "ple_embed_dim": 64,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_head_dim": 16,
     "mamba_d_state": 16, "state_size": 16, "ssm_state_size": 16, "mamba_dt_rank": 8, "time_step_rank": 8,
-    "mamba_chunk_size": 8, "chunk_size": 8, "mamba_n_groups": 2, "n_groups": 2,
+    "mamba_chunk_size": 8, "chunk_size": 8,
     "encoder_layers": 2, "num_encoder_layers": 2,
     "shape_vocab_size": 256, "shape_embed_dim": 32, "pronunciation_vocab_size": 256, "pronunciation_embed_dim": 32,
     "image_size": 64, "crop_size": 64, "num_position_embeddings": 64,
 }  # fmt: skip
-# Heads of a state-space mixer and their size: together they are as wide as `expand` times the model.
-MIXERS = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("mamba_num_heads", "mamba_head_dim", "expand"))
+# Heads of a state-space mixer and their size: together they are as wide as `expand` times the model, or as `inner` says.
+MIXERS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_d_ssm"),
+    ("mamba_num_heads", "mamba_head_dim", "expand", "mamba_d_ssm"),
+)
+# Groups of heads that share what they read (B and C of a state space).
+GROUPS = ("mamba_n_groups", "n_groups")
 
 LAYERS = (
     "num_hidden_layers",
@@ -111,11 +116,17 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> d
     if isinstance(data.get("rotary_dim"), int):
         new["rotary_dim"] = head_size if data["rotary_dim"] == old_head_size else head_size // 2
     if isinstance(data.get("linear_num_key_heads"), int) and isinstance(data.get("linear_num_value_heads"), int):
-        shared = data["linear_num_value_heads"] // data["linear_num_key_heads"]
-        new |= {"linear_num_key_heads": new_kv, "linear_num_value_heads": new_kv * max(shared, 1)}
-    for count, size, expand in MIXERS:
+        shared, keys = data["linear_num_value_heads"] // data["linear_num_key_heads"], data["linear_num_key_heads"]
+        keys = _few(keys, ranks) if keys % ranks == 0 else new_kv
+        new |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * max(shared, 1)}
+    new |= {n: 2 * _few(data[n], ranks) for n in _integers(data, ("linear_num_heads",))}
+    new |= {n: min(data[n], _few(data[n], ranks)) for n in _integers(data, GROUPS)}
+    for count, size, expand, inner in MIXERS:
         if isinstance(data.get(count), int) and isinstance(data.get(size), int):
-            new |= {count: 4, size: int(data.get(expand) or 1) * width // 4}
+            new[count] = 2 * _few(data[count], ranks)
+            new[size] = max(int(data.get(expand) or 1) * width // new[count], 4)
+            if isinstance(data.get(inner), int):
+                new[inner] = new[count] * new[size]
     rope = data.get("rope_parameters") or data.get("rope_scaling")
     if isinstance(rope, dict):
         new["rope_parameters"] = _rope(rope, new.get("head_dim", head_size), data.get("partial_rotary_factor"))
@@ -153,6 +164,12 @@ def _heads(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
     if kv_heads % ranks == 0 and kv_heads > 1:
         return 2 * unit, unit
     return 2 * unit, kv_heads
+
+
+def _few(real: int, ranks: int) -> int:
+    """A small number of heads or groups, at least two, that divides by `ranks` if `real` does."""
+    unit = max(ranks, 2) if real % ranks == 0 else 2
+    return 2 * unit if unit in TAKEN else unit
 
 
 def _divisible_alike(real: int, about: int, ranks: int) -> int:

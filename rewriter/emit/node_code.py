@@ -130,7 +130,8 @@ class NodePrinter:
 
 def is_effect(node: fx.Node) -> bool:
     """True if a node, or a module that it calls, only stores keys and values."""
-    return not node.users and (node.target is ops.store_keys or str(node.target).endswith(".store_keys"))
+    stores = node.target is ops.store_keys or node.target in ops.RECURRENT
+    return not node.users and (stores or str(node.target).endswith(".store_keys"))
 
 
 def is_infix(node: fx.Node) -> bool:
@@ -176,14 +177,23 @@ def _dims(method: str) -> Callable[[NodePrinter, fx.Node], str]:
     return show
 
 
+def _slot(node: fx.Node) -> str:
+    """The cache entry of a call, by its number among those of its body."""
+    return f"slot=self.slot + {ordinal}" if (ordinal := node.kwargs["slot"]) else "slot=self.slot"
+
+
 def _attention(p: NodePrinter, node: fx.Node) -> str:
-    kwargs = dict(node.kwargs)
+    kwargs = {k: v for k, v in node.kwargs.items() if k not in ("slot", "mask")}
     kwargs.pop("sequence", None)  # whether tokens are sharded differs by call: the context says it
-    ordinal = kwargs.pop("slot")
-    mask = kwargs.pop("mask")
-    slot = "self.slot" if not ordinal else f"self.slot + {ordinal}"
+    mask: Any = node.kwargs["mask"]
     rest = "".join(f", {k}={p.value(v)}" for k, v in kwargs.items() if v is not None)
-    return f"attention({', '.join(map(p.value, node.args))}, slot={slot}, mask={mask.source}{rest})"
+    return f"attention({', '.join(map(p.value, node.args))}, {_slot(node)}, mask={mask.source}{rest})"
+
+
+def _recurrence(p: NodePrinter, node: fx.Node) -> str:
+    options = {k: v for k, v in node.kwargs.items() if k != "slot" and v is not None}
+    given = ", ".join([p.arguments(node.args, {}), _slot(node), *(f"{k}={p.value(v)}" for k, v in options.items())])
+    return f"{getattr(node.target, '__name__', '')}({given})"
 
 
 def _on_group(function: str) -> Callable[[NodePrinter, fx.Node], str]:
@@ -240,9 +250,8 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
         f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])}{_padding(n, 2)})"
     ),
     ops.attention: _attention,
-    ops.store_keys: lambda p, n: (
-        f"store_keys({', '.join(map(p.value, n.args))}, slot=self.slot{f' + {s}' if (s := n.kwargs['slot']) else ''})"
-    ),
+    **dict.fromkeys(ops.RECURRENT, _recurrence),
+    ops.store_keys: lambda p, n: f"store_keys({p.arguments(n.args, {})}, {_slot(n)})",
     ops.where_rewired: lambda p, n: (
         f"torch.where({p.atom(args_of(n)[0])}[..., None], {p.arguments(args_of(n)[1:], {})})"
     ),
@@ -255,6 +264,7 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     ops.all_gather: _on_group("all_gather"),
     ops.repeat_shard: _on_group("repeat_shard"),
     ops.own_shard: _on_group("own_shard"),
+    ops.own_ranges: _on_group("own_ranges"),
     ops.shard_tokens: lambda p, n: f"shard_tokens({p.value(args_of(n)[0])}, ctx)",
     ops.gather_tokens: lambda p, n: f"gather_tokens({p.value(args_of(n)[0])}, ctx)",
     ops.vocab_embedding: lambda p, n: (

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter.ir import args_of
+from rewriter.ir import args_of, ops
 from rewriter.ir.op_semantics import argument, aten, data_of, is_movement, is_pointwise, is_sum, kind_of
 
 # what pairs of real and imaginary parts do to labels, which are whole numbers
@@ -85,6 +85,14 @@ class Labels:
             for source in tensor_inputs(node):
                 if source in self.of:
                     self.set(node, self.of[source].expand(shape))
+        elif is_sum(node) and argument(node, "keepdim"):
+            if (labels := self.of.get(tensor_inputs(node)[0])) is not None:
+                for dim in argument(node, "dim"):
+                    labels = common(labels, dim)
+                self.set(node, labels)
+        elif node.target is ops.causal_conv:
+            if (labels := self.of.get(args_of(node)[0])) is not None:
+                self.set(node, labels)
         elif kind_of(node) == "normalization" and (source := args_of(node)[0]) in self.of:
             labels = self.of[source]
             if max(varying_dims(labels), default=-1) < labels.dim() - len(args_of(node)[1]):
@@ -113,6 +121,12 @@ class Labels:
                 self.set(source, source_labels.reshape(shape))
         elif kind_of(node) == "normalization":
             self.set(args_of(node)[0], labels)
+        elif node.target is ops.causal_conv:
+            x, weight, bias = args_of(node)[:3]
+            self.set(x, labels)
+            self.set(weight, labels.reshape(-1, 1).expand(reduced_shape(value_of(weight))))
+            if bias is not None:
+                self.set(bias, labels.reshape(-1))
         elif is_pointwise(node):
             for source in tensor_inputs(node):
                 self.set(source, shrink_to(labels, reduced_shape(value_of(source))))

@@ -72,7 +72,8 @@ class Marks:
     `role`: what an emitted module calls the value. `tag`: the name of a traced region in emitted code.
     `returned`, while tracing: how many values a child returns.
 
-    Of nodes inside a body: `local_q_heads` and `local_kv_heads` of an attention are a rank's heads.
+    Of nodes inside a body: `local_q_heads` and `local_kv_heads` of an attention are a rank's heads, `local_channels` of
+    a recurrence or convolution a rank's heads or channels.
     """
 
     layer: int | None = None
@@ -91,6 +92,7 @@ class Marks:
     returned: Any = None
     local_q_heads: int | None = None
     local_kv_heads: int | None = None
+    local_channels: int | None = None
 
     def only(self, *names: str) -> Marks:
         """A record with these marks alone."""

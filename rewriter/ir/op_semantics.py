@@ -61,6 +61,7 @@ Kind = Literal[
     "count",  # 0, 1, 2, …
     "size",  # a number: the size of a dimension
     "collective",
+    "recurrence",  # a state that goes from token to token, and convolutions over tokens
 ]
 _MOVING = frozenset({"view", "permutation", "copy", "complex", "expansion", "piece", "join", "stack"})
 
@@ -182,7 +183,8 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("collective", "gather"), [ops.all_gather, ops.gather_tokens]),
     (Operator("collective", "agreed"), [ops.agreed]),
     (Operator("pointwise", "where_rewired", data=(1, 2)), [ops.where_rewired]),
-    (Operator("collective"), [ops.repeat_shard, ops.own_shard, ops.shard_tokens]),
+    (Operator("collective"), [ops.repeat_shard, ops.own_shard, ops.own_ranges, ops.shard_tokens]),
+    (Operator("recurrence"), [*ops.RECURRENT]),
 )  # fmt: skip
 
 TABLE: Mapping[Any, Operator] = MappingProxyType({target: row for row, targets in _ROWS for target in targets})
@@ -191,7 +193,7 @@ METHODS: Mapping[str, Any] = MappingProxyType(
     {
         "add": aten.add.Tensor, "add_": aten.add.Tensor, "mul": aten.mul.Tensor, "mul_": aten.mul.Tensor,
         "div": aten.div.Tensor, "div_": aten.div.Tensor, "view": aten.reshape.default,
-        "reshape": aten.reshape.default, "transpose": aten.transpose.int,
+        "reshape": aten.reshape.default, "transpose": aten.transpose.int, "to": aten.to.dtype,
     }
 )  # fmt: skip
 _UNKNOWN = Operator("pointwise")

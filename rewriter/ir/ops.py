@@ -1,7 +1,8 @@
 """The vocabulary of the IR: what attention, experts and collectives mean, in plain PyTorch.
 
 Each function is the specification of a node of a `Program`: slow, exact, on one device. The runtime implements the same
-contracts on many ranks; tests compare the two. `attention_mask` and `sequence_plan` define positions.
+contracts on many ranks; tests compare the two. `attention_mask` and `sequence_plan` define positions, `recurrences` the
+mixers that carry a state.
 
 Shape suffixes: B batch, S query length, T key length, H query heads, K key/value heads, D head size of q and k, E head
 size of v, N tokens, X experts, I intermediate size.
@@ -9,14 +10,19 @@ size of v, N tokens, X experts, I intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
+from rewriter.ir.activations import ACTIVATIONS as ACTIVATIONS
 from rewriter.ir.attention_mask import MaskKind as MaskKind
 from rewriter.ir.attention_mask import MaskSpec as MaskSpec
+from rewriter.ir.recurrences import causal_conv as causal_conv
+from rewriter.ir.recurrences import delta_rule as delta_rule
+from rewriter.ir.recurrences import linear_scan as linear_scan
+from rewriter.ir.recurrences import selective_scan as selective_scan
+from rewriter.ir.recurrences import state_space as state_space
 from rewriter.ir.sequence_plan import SequenceKind as SequenceKind
 from rewriter.ir.sequence_plan import SequencePlan as SequencePlan
 
@@ -73,16 +79,6 @@ def additive_mask(like: torch.Tensor, ctx: Any = None, *, mask: MaskSpec) -> tor
     seen = mask.visible(positions, positions).expand(like.shape[0], 1, -1, -1)
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, torch.finfo(like.dtype).min)
 
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
 
 ExpertLayout = Literal["concatenated", "interleaved", "ungated"]
 
@@ -209,6 +205,11 @@ def own_shard(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     return x
 
 
+def own_ranges(x: torch.Tensor, axis: str, dim: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
+    """A rank's own parts of the replicated constant `x` along `dim`: per rank, (begin, end) of each, in order."""
+    return x
+
+
 def shard_tokens(x: torch.Tensor, axis: str, plan: SequencePlan) -> torch.Tensor:
     """A rank's own tokens of `x` [B, S, ...], padded at the right with zeros to `plan.multiple`."""
     return x
@@ -226,3 +227,6 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str, padding_
 
 
 COLLECTIVES = frozenset({all_reduce, all_reduce_start, all_gather})
+# what carries a state from token to token, and what keeps anything between calls: each has a `slot`
+RECURRENT = frozenset({causal_conv, delta_rule, state_space, selective_scan, linear_scan})
+CACHED = RECURRENT | {attention}

@@ -206,7 +206,7 @@ def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKin
                 return "parallel", node
         elif _has_experts(module):
             kinds.setdefault("moe", node)
-        elif isinstance(module, Opaque):
+        elif isinstance(module, Opaque) or carries_state(module):
             kinds.setdefault("mixer", node)
         elif _has_projection(module):
             kinds.setdefault("mlp", node)
@@ -220,7 +220,12 @@ def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKin
 
 def attends(module: Module) -> bool:
     """True if an attention node is anywhere inside."""
-    return isinstance(module, Body) and (module.attends or any(attends(m) for m in module.modules.values()))
+    return any(node.target is ops.attention for _, node in nodes_inside(module))
+
+
+def carries_state(module: Module) -> bool:
+    """True if a recurrence or a convolution over tokens is anywhere inside."""
+    return any(node.target in ops.RECURRENT for _, node in nodes_inside(module))
 
 
 def _has_experts(module: Module) -> bool:

@@ -45,7 +45,8 @@ class Leaf:
 class Body:
     """The inside of a module: an ops graph whose `call_module` and `get_attr` targets are relative to the module.
 
-    `graph` takes one placeholder per tensor input, then `ctx` if it attends. `parameters` are the tensors that the
+    `graph` takes one placeholder per tensor input, then `ctx` if it
+    attends or carries a state. `parameters` are the tensors that the
     graph reads itself; `buffers` hold constants by value (rotary frequencies, embedding scales). `modules` are the
     lifted children. `outputs` is the number of tensors returned: one is returned bare, several as a tuple. `kept` are
     the indices of the tensors of the source's call that are inputs here. `dropout` is the largest probability found
@@ -70,7 +71,7 @@ class Body:
     merged: tuple[str, ...] = ()
 
     @property
-    def attends(self) -> bool:
+    def reads_context(self) -> bool:
         return any(n.op == "placeholder" and n.target == "ctx" for n in self.graph.nodes)
 
 

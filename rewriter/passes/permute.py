@@ -250,7 +250,7 @@ def _bodies(program: Program) -> Iterator[PermutableUnits]:
         if not isinstance(body, Body) or marks(node).layer is None or path in seen:
             continue
         seen.add(path)
-        if not body.modules and not attends(body):
+        if not body.modules and not body.reads_context:
             continue  # norms and other small modules
         layer, heads = layer_of(node), attends(body)
         if id(body) not in done:

@@ -92,7 +92,7 @@ def is_reduced(write: fx.Node) -> bool:
 
 def _is_linear(node: fx.Node) -> bool:
     # what else these are given is numbers
-    return is_scaling(node) or kind_of(node) == "view" or node.target in (ops.copy_to_group, ops.agreed)
+    return is_scaling(node) or kind_of(node) in ("view", "cast") or node.target in (ops.copy_to_group, ops.agreed)
 
 
 def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:

@@ -26,7 +26,7 @@ from rewriter.ir import (
 from rewriter.ir.labels import Unsplittable, reduced_shape, value_of
 from rewriter.ir.marks import in_stream, mark, marks, set_marks
 from rewriter.ir.op_semantics import aten
-from rewriter.ir.residual import attends
+from rewriter.ir.residual import attends, carries_state
 from rewriter.ir.structure import without_dropout
 from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
 from rewriter.passes.placement.placement import split_body
@@ -106,7 +106,7 @@ class _Sharder:
             body = self.modules[path]
             if isinstance(body, Opaque):
                 self.refused.setdefault(f"it stays the source's own module, since {body.reason}", []).append(path)
-            if not isinstance(body, Body) or (not body.modules and not attends(body)):
+            if not isinstance(body, Body) or (not body.modules and not body.reads_context):
                 continue  # norms and other small modules stay replicated
             if id(body) not in done:
                 try:
@@ -121,7 +121,8 @@ class _Sharder:
             for name, shard in split.shards.items():
                 self._shard(f"{path}.{name}", shard)
             self._reduce(node)
-            self.counts["attention blocks" if attends(body) else "MLP blocks"] += 1
+            kind = "attention" if attends(body) else "mixer" if carries_state(body) else "MLP"
+            self.counts[f"{kind} blocks"] += 1
 
     def chains(self) -> None:
         """Split the MLPs whose projections are the layer's own children."""
@@ -155,11 +156,11 @@ class _Sharder:
         return entered
 
     def _split_leaf(self, node: fx.Node, split: tuple[Leaf, dict[str, Shard]]) -> None:
-        """Give every rank its part of a projection; tied parameters are sharded under their first name."""
+        """Give every rank its part of a projection."""
         path = str(node.target)
         self.modules[path], shards = split
         for name, shard in shards.items():
-            self._shard(self.program.ties.get(f"{path}.{name}", f"{path}.{name}"), shard)
+            self._shard(f"{path}.{name}", shard)
 
     def vocabulary(self) -> None:
         """Split embedding and head by vocabulary rows, tied ones together."""
@@ -229,6 +230,8 @@ class _Sharder:
             mark(node, stream=None)
 
     def _shard(self, name: str, shard: Shard) -> None:
+        """Tied parameters are sharded under their first name."""
+        name = self.program.ties.get(name, name)
         full = self.program.parameters[name]
         shape = resized(full.shape, shard.dim, held(shard.ranges))
         self.parameters[name] = replace(

@@ -5,7 +5,7 @@ from rewriter.ir.phases import PromptPhase
 from rewriter.runtime.attention.cached import attention, store_keys
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.attention.sequence_axis import SequenceAxis, Shards
-from rewriter.runtime.cache import SequenceCache, SlotSpec, StaticCache
+from rewriter.runtime.cache import SequenceCache, SlotSpec, StateSpec, StaticCache
 from rewriter.runtime.collectives.differentiable import (
     Shared,
     agreed,
@@ -13,6 +13,7 @@ from rewriter.runtime.collectives.differentiable import (
     all_reduce,
     all_reduce_start,
     once,
+    own_ranges,
     own_shard,
     repeat_shard,
     share,
@@ -27,6 +28,10 @@ from rewriter.runtime.context import Context, gather_tokens, last_tokens, shard_
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generation.generate import generate
 from rewriter.runtime.loading import load
+from rewriter.runtime.mixers.convolution import causal_conv
+from rewriter.runtime.mixers.delta_rule import delta_rule
+from rewriter.runtime.mixers.scans import linear_scan, selective_scan
+from rewriter.runtime.mixers.state_space import state_space
 from rewriter.runtime.module import LocalLogits, LossOutput, RuntimeModel
 from rewriter.runtime.parallel import (
     ColumnParallelConv1D,
@@ -67,6 +72,7 @@ __all__ = [
     "Shards",
     "Shared",
     "SlotSpec",
+    "StateSpec",
     "StaticCache",
     "VocabParallelEmbedding",
     "agreed",
@@ -75,26 +81,32 @@ __all__ = [
     "all_reduce_start",
     "all_reduce_wait",
     "attention",
+    "causal_conv",
     "compile_segments",
     "copy_to_group",
+    "delta_rule",
     "experts",
     "fork",
     "gather_tokens",
     "generate",
     "group_rank",
     "last_tokens",
+    "linear_scan",
     "load",
     "mark",
     "once",
+    "own_ranges",
     "own_shard",
     "quantized_all_reduce",
     "quantized_all_reduce_start",
     "record_events",
     "repeat_shard",
+    "selective_scan",
     "sequence_mesh",
     "shard_tokens",
     "share",
     "shared_gradient",
+    "state_space",
     "store_keys",
     "sum_gradients",
     "vocab_embedding",

@@ -1,5 +1,5 @@
-"""Keys and values of earlier tokens, in memory allocated once: all of them on each rank, or each on the rank of a
-sequence axis that holds the token."""
+"""Keys and values of earlier tokens, and states that follow from them, in memory allocated once: all of them on each
+rank, or each on the rank of a sequence axis that holds the token."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
+from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.attention.sequence_axis import SequenceAxis, Shards
 from rewriter.runtime.torch_marks import register_node
 
@@ -32,106 +33,133 @@ class SlotSpec:
     window: int | None = None
 
 
+@dataclass(frozen=True)
+class StateSpec:
+    """What one call of a recurrent or convolutional mixer keeps from token to token: [batch, *shape] on this rank.
+
+    `fp32`: a state that sums are made in, of the dtype that those of the cache's are; else it is of the cache's dtype.
+    """
+
+    shape: tuple[int, ...]
+    fp32: bool
+
+
 class _SlotMemory:
-    """K [B, kv_heads, length, head_dim_k] and V likewise for every slot; `lengths` are the slots'."""
+    """K [B, kv_heads, length, head_dim_k] and V likewise for every slot; `lengths` are the slots'. Of a slot with a
+    state, K is the state and V has no elements."""
 
     def __init__(
         self,
-        slots: Sequence[SlotSpec],
+        slots: Sequence[SlotSpec | StateSpec],
         lengths: Sequence[int],
         batch: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
+        def zeros(spec: SlotSpec | StateSpec, length: int, of_keys: bool) -> Tensor:
+            if isinstance(spec, StateSpec):
+                shape = (batch, *spec.shape) if of_keys else (0,)
+                return torch.zeros(shape, dtype=accumulation_dtype(dtype) if spec.fp32 else dtype, device=device)
+            width = spec.head_dim_k if of_keys else spec.head_dim_v
+            return torch.zeros(batch, spec.kv_heads, length, width, dtype=dtype, device=device)
+
         # Zeros, because a masked weight of 0 times an uninitialised NaN is NaN.
         try:
             self.keys, self.values = (
-                [
-                    torch.zeros(batch, spec.kv_heads, length, width, dtype=dtype, device=device)
-                    for spec, length, width in zip(slots, lengths, sizes, strict=True)
-                ]
-                for sizes in ([s.head_dim_k for s in slots], [s.head_dim_v for s in slots])
+                [zeros(spec, length, of_keys) for spec, length in zip(slots, lengths, strict=True)]
+                for of_keys in (True, False)
             )
         except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
-            per_token = sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in slots) * dtype.itemsize * batch
+            growing = [s for s in slots if isinstance(s, SlotSpec)]
+            per_token = sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in growing) * dtype.itemsize * batch
             raise RewriterError(
                 f"A cache of {max(lengths):,} tokens does not fit into the memory of {device}: a token takes "
                 f"{size(per_token)}. Generate fewer tokens, or for fewer prompts at once."
             ) from error
-        self.only_slot = False
 
     def clear(self) -> None:
         """Zeros everywhere, as when it was made: what was not finite would show even where it is masked."""
         for memory in (*self.keys, *self.values):
             memory.zero_()
 
-    def bound(self, slot: int) -> Self:
-        """The same memory, seen as the one entry that any slot number names.
+    def bound(self, slots: Sequence[int]) -> Self:
+        """The same memory with the entries `slots` alone, which count from 0.
 
-        A compiled segment is shared by all layers of a class. It must not read its layer's slot number, a constant
-        that would have it compiled again for each layer, so it is handed its own entry.
+        A compiled segment is shared by all layers of a class. It must not see its layer's slot numbers, constants that
+        would have it compiled again for each layer, so it is handed its own entries.
         """
-        if self.only_slot:
-            return self
         one = copy(self)
-        one.keys, one.values, one.only_slot = [self.keys[slot]], [self.values[slot]], True
+        one.keys, one.values = ([memories[slot] for slot in slots] for memories in (self.keys, self.values))
         return one
 
-    def _entry(self, slot: int) -> int:
-        return 0 if self.only_slot else slot
-
-    def _write(self, entry: int, index: Tensor, k: Tensor, v: Tensor) -> None:
+    def _write(self, slot: int, index: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the last tokens of k and v, as many as `index` has, at its places."""
-        for memory, new in ((self.keys[entry], k), (self.values[entry], v)):
+        for memory, new in ((self.keys[slot], k), (self.values[slot], v)):
             memory.index_copy_(2, index, new[:, :, new.shape[2] - len(index) :].to(memory.dtype))
 
-    def _refuse_gradients(self, k: Tensor, v: Tensor) -> None:
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+    def _refuse_gradients(self, name: str, *stored: Tensor) -> None:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in stored):
             raise RewriterError(
-                f"{type(self).__name__}: its keys require a gradient. Use a cache under torch.no_grad(), and Context() "
-                "without one to train"
+                f"{type(self).__name__}: its {name} require a gradient. Use a cache under torch.no_grad(), and "
+                "Context() without one to train"
             )
 
 
 class StaticCache(_SlotMemory):
     """Position t, left padding counted, is at index t of max_length; a slot with a window w below max_length keeps w
-    positions as a ring, t at index t modulo w."""
+    positions as a ring, t at index t modulo w. `fixed`: slots whose size does not depend on max_length, which are rings
+    and states."""
 
     def __init__(
         self,
-        slots: Sequence[SlotSpec],
+        slots: Sequence[SlotSpec | StateSpec],
         batch: int,
         max_length: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        lengths = [max_length if spec.window is None else min(spec.window, max_length) for spec in slots]
-        self.rings = [length < max_length for length in lengths]
+        windows = [spec.window if isinstance(spec, SlotSpec) else None for spec in slots]
+        lengths = [max_length if window is None else min(window, max_length) for window in windows]
+        self.fixed = [
+            length < max_length or isinstance(spec, StateSpec) for length, spec in zip(lengths, slots, strict=True)
+        ]
         super().__init__(slots, lengths, batch, dtype, device)
 
+    @property
+    def states(self) -> list[Tensor]:
+        """The states of mixers, by slot."""
+        return [keys for keys, values in zip(self.keys, self.values, strict=True) if values.dim() == 1]
+
+    def state(self, slot: int) -> Tensor:
+        """[B, *shape] after the last token: its memory, which `store_state` writes."""
+        return self.keys[slot]
+
+    def store_state(self, slot: int, state: Tensor) -> None:
+        """Raises RewriterError for one that requires a gradient."""
+        self._refuse_gradients("states", state)
+        self.keys[slot].copy_(state)
+
     def first(self, length: int) -> Self:
-        """The same memory as far as positions below `length` need it: less to look at."""
+        """The same memory as far as positions below `length` need it: less to look at. States are as they are."""
         one = copy(self)
         one.keys, one.values = (
-            [m if ring else m[:, :, :length] for m, ring in zip(memories, self.rings, strict=True)]
+            [m if fixed else m[:, :, :length] for m, fixed in zip(memories, self.fixed, strict=True)]
             for memories in (self.keys, self.values)
         )
         return one
 
-    def bound(self, slot: int) -> Self:
-        one = super().bound(slot)
-        if one is not self:
-            one.rings = [self.rings[slot]]
+    def bound(self, slots: Sequence[int]) -> Self:
+        one = super().bound(slots)
+        one.fixed = [self.fixed[slot] for slot in slots]
         return one
 
     def store_one(self, slot: int, k_BK1D: Tensor, v_BK1E: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Store the key and value at `position` (int64 scalar). Returns all keys [B, K, T, D] and values [B, K, T, E]
         of the slot, position p at index p modulo T. Raises RewriterError for keys that require a gradient."""
-        self._refuse_gradients(k_BK1D, v_BK1E)
-        entry = self._entry(slot)
-        index = position % self.keys[entry].shape[2] if self.rings[entry] else position
-        self._write(entry, index.reshape(1), k_BK1D, v_BK1E)
-        return self.keys[entry], self.values[entry]
+        self._refuse_gradients("keys", k_BK1D, v_BK1E)
+        index = position % self.keys[slot].shape[2] if self.fixed[slot] else position
+        self._write(slot, index.reshape(1), k_BK1D, v_BK1E)
+        return self.keys[slot], self.values[slot]
 
     def append(
         self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor | None
@@ -143,25 +171,24 @@ class StaticCache(_SlotMemory):
         S-1. Writing past max_length is torch's index error; `generate` allocates enough. Raises RewriterError for
         keys that require a gradient, and on an empty cache for more tokens than fit.
         """
-        self._refuse_gradients(k_BKSD, v_BKSE)
-        entry = self._entry(slot)
-        keys, values, ring = self.keys[entry], self.values[entry], self.rings[entry]
+        self._refuse_gradients("keys", k_BKSD, v_BKSE)
+        keys, values, ring = self.keys[slot], self.values[slot], self.fixed[slot]
         new, length = k_BKSD.shape[2], keys.shape[2]
         if position is None:
             if not ring and new > length:
                 raise RewriterError(f"StaticCache: {new} tokens, but it was made for max_length={length}")
             kept = min(new, length)  # of a long prompt, a ring keeps the end
-            self._write(entry, torch.arange(new - kept, new, device=keys.device) % length, k_BKSD, v_BKSE)
+            self._write(slot, torch.arange(new - kept, new, device=keys.device) % length, k_BKSD, v_BKSE)
             return k_BKSD, v_BKSE, None
         index = position.reshape(1) if new == 1 else position + torch.arange(new, device=keys.device)
         if not ring:
-            self._write(entry, index, k_BKSD, v_BKSE)
+            self._write(slot, index, k_BKSD, v_BKSE)
             return keys, values, torch.arange(length, device=keys.device)
         # Several new tokens may overwrite what the first of them still sees, so look at old and new side by side.
         seen = torch.cat([keys, k_BKSD.to(keys.dtype)], 2), torch.cat([values, v_BKSE.to(values.dtype)], 2)
         last = position - 1
         stored = last - (last - torch.arange(length, device=keys.device)) % length
-        self._write(entry, index[new - min(new, length) :] % length, k_BKSD, v_BKSE)
+        self._write(slot, index[new - min(new, length) :] % length, k_BKSD, v_BKSE)
         return *seen, torch.cat([stored, index])
 
 
@@ -179,13 +206,18 @@ class SequenceCache(_SlotMemory):
 
     def __init__(
         self,
-        slots: Sequence[SlotSpec],
+        slots: Sequence[SlotSpec | StateSpec],
         axis: SequenceAxis,
         batch: int,
         max_length: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
+        if states := [slot for slot, spec in enumerate(slots) if isinstance(spec, StateSpec)]:
+            raise RewriterError(
+                f"SequenceCache: slot {states[0]} is a state that goes from token to token: its tokens cannot be "
+                "sharded over ranks. Rewrite without --sp"
+            )
         # The most that a rank has, for any length of the prompt: its share of up to multiple − 1 tokens of padding at
         # the prompt, and of up to ranks − 1 where the ranks before it are one token ahead.
         room = (max_length + axis.plan.multiple + axis.ranks - 2) // axis.ranks
@@ -200,12 +232,12 @@ class SequenceCache(_SlotMemory):
 
         Raises RewriterError for keys that require a gradient, and for a prompt longer than max_length.
         """
-        self._refuse_gradients(k_BKSD, v_BKSE)
+        self._refuse_gradients("keys", k_BKSD, v_BKSE)
         if shards.length > self.max_length:
             raise self._too_long(shards.length)
-        entry, count = self._entry(slot), k_BKSD.shape[2]
-        self.keys[entry][:, :, :count] = k_BKSD.to(self.keys[entry].dtype)
-        self.values[entry][:, :, :count] = v_BKSE.to(self.values[entry].dtype)
+        count = k_BKSD.shape[2]
+        self.keys[slot][:, :, :count] = k_BKSD.to(self.keys[slot].dtype)
+        self.values[slot][:, :, :count] = v_BKSE.to(self.values[slot].dtype)
         self._begin(shards)
 
     def append(self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,9 +247,9 @@ class SequenceCache(_SlotMemory):
         the new tokens' are not stored yet. Raises RewriterError for keys that require a gradient, and, where positions
         are on the CPU, for tokens from max_length on (elsewhere torch's index error).
         """
-        self._refuse_gradients(k_BKSD, v_BKSE)
-        entry, new = self._entry(slot), k_BKSD.shape[2]
-        keys, values, end = self.keys[entry], self.values[entry], len(self.places) - 1
+        self._refuse_gradients("keys", k_BKSD, v_BKSE)
+        new = k_BKSD.shape[2]
+        keys, values, end = self.keys[slot], self.values[slot], len(self.places) - 1
         host = position.device.type == "cpu" and not torch.compiler.is_compiling()
         if host and int(position) + new > self.max_length:
             raise self._too_long(int(position) + new)
@@ -226,7 +258,7 @@ class SequenceCache(_SlotMemory):
         own = after % self.axis.ranks == self.axis.rank
         index = torch.where(own, self.prompt[1] + after // self.axis.ranks, end)
         index = torch.where(token < self.max_length, index, end + 1)  # no index of the memory
-        self._write(entry, index, k_BKSD, v_BKSE)
+        self._write(slot, index, k_BKSD, v_BKSE)
         return keys, values, self.places
 
     def _begin(self, shards: Shards | None) -> None:
@@ -263,5 +295,5 @@ def make_cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> S
     return StaticCache(slots, batch, max_length, like.dtype, like.device)
 
 
-register_node(StaticCache, ("keys", "values"), ("rings", "only_slot"))
-register_node(SequenceCache, ("keys", "values", "places", "prompt"), ("axis", "max_length", "only_slot"))
+register_node(StaticCache, ("keys", "values"), ("fixed",))
+register_node(SequenceCache, ("keys", "values", "places", "prompt"), ("axis", "max_length"))

@@ -11,9 +11,10 @@ which is what Inductor makes of `(x * weight).sum(-1)`, at two thirds and more o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from rewriter.kernels import accumulation_dtype
-from rewriter.runtime.cache import StaticCache
+from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.context import Context
 
 _PREFIX = "segment_"
@@ -32,7 +33,8 @@ RECOMPILE_LIMIT = 64
 
 @dataclass(frozen=True)
 class ModulePart:
-    """A method of the module at `path` that reads the cache's entries `slots`."""
+    """A method of the module at `path`, of which modules read the cache's entries `slots`, each its own number `slot`
+    and those that follow, up to another's."""
 
     path: str
     module: nn.Module
@@ -46,12 +48,18 @@ class ModulePart:
 
 def segments_of(model: nn.Module) -> list[ModulePart]:
     """Every method segment_* of `model`: what is computed between collectives."""
-    segments = []
+    segments, firsts = [], sorted({module.slot for module in _with_slots(model)})
+    ends = dict(pairwise((*firsts, max(len(getattr(model, "slots", ())), *(1 + slot for slot in firsts[-1:])))))
     for path, module in model.named_modules():
-        slots = {slot for part in module.modules() if isinstance(slot := getattr(part, "slot", None), int)}
+        slots = {slot for part in _with_slots(module) for slot in range(part.slot, ends[part.slot])}
         methods = [name for name in dir(type(module)) if name.startswith(_PREFIX)]
         segments += [ModulePart(path, module, method, tuple(sorted(slots))) for method in methods]
     return segments
+
+
+def _with_slots(module: nn.Module) -> Iterator[Any]:
+    """The modules in `module` that read entries of the cache."""
+    return (part for part in module.modules() if isinstance(vars(part).get("slot"), int))
 
 
 def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str]:
@@ -69,7 +77,7 @@ def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str
         plain = getattr(cls, name)
         if (cls, name) not in compiled:
             compiled[cls, name] = torch.compile(_own_code(plain), backend=with_reductions(backend))
-        setattr(part.module, name, MethodType(_prepared(compiled[cls, name], plain, part.slots), part.module))
+        setattr(part.module, name, MethodType(_prepared(compiled[cls, name], plain, part), part.module))
     vars(model)["compiles_with"] = backend
     return sorted(f"{cls.__name__}.{name}" for cls, name in compiled)
 
@@ -81,7 +89,7 @@ def backend_of(model: nn.Module) -> str | None:
 
 def compile_step(step: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
     """`step(model, token, place, first_valid, cache)`, compiled as a whole for every length of the cache's entries that
-    are no rings.
+    are not fixed.
 
     That the modules within stay the same is not checked in every call: there are hundreds of them. Raises
     torch._dynamo.exc.Unsupported, when it is called, where it cannot be compiled as a whole.
@@ -98,9 +106,8 @@ def compile_step(step: Callable[..., Tensor], backend: str) -> Callable[..., Ten
     @wraps(step)
     def run(model: nn.Module, token: Tensor, place: Tensor, first_valid: Tensor, cache: StaticCache) -> Tensor:
         if marked[0] is not cache:
-            for tensor, ring in zip((*cache.keys, *cache.values), (*cache.rings, *cache.rings), strict=True):
-                if not ring:
-                    torch._dynamo.mark_dynamic(tensor, 2)
+            for tensor in _growing(cache):
+                torch._dynamo.mark_dynamic(tensor, 2)
             marked[0] = cache
         logits: Tensor = compiled(model, token, place, first_valid, cache)
         return logits
@@ -118,8 +125,9 @@ def _own_code(method: Any) -> FunctionType:
     return copy
 
 
-def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], slots: Sequence[int]) -> Callable[..., Any]:
-    """`compiled` for a layer with these cache entries; `plain` where a graph around it is being compiled."""
+def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], part: ModulePart) -> Callable[..., Any]:
+    """`compiled` for a layer with its cache entries; `plain` where a graph around it is being compiled."""
+    readers = [(vars(reader), reader.slot) for reader in _with_slots(part.module)]
 
     @wraps(plain)
     def segment(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -128,25 +136,36 @@ def _prepared(compiled: Callable[..., Any], plain: Callable[..., Any], slots: Se
 
         def prepare(x: Any) -> Any:
             if isinstance(x, Context) and x.cache is not None:
-                return _bound(x, slots)
+                return _bound(x, part.slots)
             if isinstance(x, Tensor) and x.dim() >= 3 and x.shape[1] > 1:
                 torch._dynamo.maybe_mark_dynamic(x, 1)
             return x
 
-        return compiled(self, *map(prepare, args), **{key: prepare(value) for key, value in kwargs.items()})
+        args, kwargs = tuple(map(prepare, args)), {key: prepare(value) for key, value in kwargs.items()}
+        for attributes, slot in readers:  # as they count in the bound context, alike in all layers
+            attributes["slot"] = part.slots.index(slot)
+        try:
+            return compiled(self, *args, **kwargs)
+        finally:
+            for attributes, slot in readers:
+                attributes["slot"] = slot
 
     return segment
 
 
 def _bound(ctx: Context, slots: Sequence[int]) -> Context:
-    """`ctx` with only the layer's own cache entry, whose length may differ from one generation to the next."""
-    if len(slots) != 1:
-        return ctx  # a layer with several attention calls reads its slot numbers and is compiled on its own
-    ctx = ctx.bound(slots[0])
-    assert ctx.cache is not None
-    for tensor in (*ctx.cache.keys, *ctx.cache.values):
+    """`ctx` with only the layer's own cache entries, whose length may differ from one generation to the next."""
+    ctx = ctx.bound(slots)
+    for tensor in _growing(ctx.cache):
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
     return ctx
+
+
+def _growing(cache: StaticCache | SequenceCache | None) -> list[Tensor]:
+    """Keys and values of which there are as many as the cache was made for."""
+    assert cache is not None
+    fixed = cache.fixed if isinstance(cache, StaticCache) else [False] * len(cache.keys)
+    return [x for x, stays in zip((*cache.keys, *cache.values), fixed * 2, strict=True) if not stays]
 
 
 FEW_ROWS = 1

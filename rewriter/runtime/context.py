@@ -14,6 +14,7 @@ gradient already. What a parameter gets is the part of a rank's own tokens, to b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,10 +35,10 @@ from rewriter.runtime.torch_marks import register_node
 class Context:
     """Passed explicitly to every layer; `Context()` is right for training and scoring of unpadded rows.
 
-    cache: keys and values of earlier calls, or None (then every call sees its own tokens only).
+    cache: keys, values and states of earlier calls, or None (then every call sees its own tokens only).
     position: int64 scalar tensor, the place of the first new token in the cache; None means that nothing came before,
-        which is what prefill and training say, and what lets attention take its fast paths. A tensor, never an int: a
-        compiled decode step must not be compiled again for every token.
+        which is what prefill and training say, and what lets attention take its fast paths; states begin from zeros.
+        A tensor, never an int: a compiled decode step must not be compiled again for every token.
     first_valid: int64 [B], the number of padding tokens at the left of each row; None means that there are none.
     segment_ids: int64 [B, S], packed sequences: a token sees those of its own segment, a run of equal ids. For whole
         rows, without a cache.
@@ -66,9 +67,9 @@ class Context:
         if self.position is not None and self.cache is None:
             raise RewriterError("Context: position is given without a cache. Pass both, or neither for full sequences")
 
-    def bound(self, slot: int) -> Context:
-        """The same context with a cache of the one entry `slot`: see `StaticCache.bound`."""
-        return self if self.cache is None else replace(self, cache=self.cache.bound(slot))
+    def bound(self, slots: Sequence[int]) -> Context:
+        """The same context with a cache of the entries `slots` alone: see `StaticCache.bound`."""
+        return self if self.cache is None else replace(self, cache=self.cache.bound(slots))
 
 
 def positions(length: int, first_valid: Tensor | None, batch: int, device: torch.device) -> Tensor:

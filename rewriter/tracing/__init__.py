@@ -25,6 +25,7 @@ from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
+from rewriter.tracing.mixer_functions import lifted_mixers
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
@@ -100,6 +101,7 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], tuple[tupl
         refused(f"{type(skeleton.model).__name__} cannot be traced", hint),
         rotary_by_length(skeleton.model, skeleton.buffers),
         lifted_interfaces(skeleton.model),
+        lifted_mixers(skeleton.model),
     ):
         tracer = ModelTracer(skeleton)
         around = tracer.surroundings()

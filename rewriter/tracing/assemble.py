@@ -33,8 +33,10 @@ from rewriter.tracing.interception import (
 )
 from rewriter.tracing.masks import Static
 from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
+from rewriter.tracing.mixer_functions import is_lifted
 from rewriter.tracing.model_errors import reason_of, refused
-from rewriter.tracing.opaque import attributes_left_behind, mixing_operator, opaque_child, surviving_failures
+from rewriter.tracing.opaque import attributes_left_behind, opaque_child, surviving_failures
+from rewriter.tracing.token_mixing import mixing_operator
 from rewriter.tracing.wiring import (
     absent_arguments,
     bind,
@@ -44,6 +46,7 @@ from rewriter.tracing.wiring import (
     switched_off,
     trace_wiring,
 )
+
 
 _MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
 
@@ -374,7 +377,7 @@ class ModelTracer:
         if failure is not None:
             return opaque_child(path, module, call, self.example, reason_of(failure))
         # known before the export of a recurrence, which takes long
-        if any(isinstance(m, (nn.Conv1d, nn.Conv2d)) for m in module.modules()):
+        if any(isinstance(m, (nn.Conv1d, nn.Conv2d)) for m in module.modules()) and not is_lifted(module):
             return opaque_child(path, module, call, self.example, _MIXES.format("a convolution"))
 
         def known(tensor: torch.Tensor) -> Static | None:

@@ -26,8 +26,8 @@ _END = 1 << 62  # of a slice that has none
 
 
 def recognise(graph: fx.Graph, static: StaticGraph, used: dict[str, torch.Tensor | None]) -> None:
-    """Rewrite `graph` in place. Every attention node gets its rule and its slot; `ctx` is added where it is needed, and
-    a constant that it comes to read to `used`."""
+    """Rewrite `graph` in place. Every attention node gets its rule, and what keeps something between tokens its slot;
+    `ctx` is added where it is needed, and a constant that the graph comes to read to `used`."""
     replaced = False
     for node in list(graph.nodes):
         if node.target is ops.attention:
@@ -42,7 +42,7 @@ def recognise(graph: fx.Graph, static: StaticGraph, used: dict[str, torch.Tensor
     if replaced:
         _fold_views(graph)
         drop_dead_nodes(graph)
-    for slot, node in enumerate(n for n in graph.nodes if n.target is ops.attention):
+    for slot, node in enumerate(n for n in graph.nodes if n.target in ops.CACHED):
         node.kwargs = {**node.kwargs, "slot": slot}
 
 

@@ -36,6 +36,7 @@ from rewriter.tracing.interception import (
     tensors_of,
 )
 from rewriter.tracing.masks import Static, StaticGraph
+from rewriter.tracing.mixer_forms import simplify, unfold_heads, unfolded
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.per_head import join_pieces
 
@@ -160,6 +161,10 @@ class BodyTracer:
             with intercepted_modules(called, calls):
                 exported = export_graph(FlatSignature(module, rebuild), tensors, self.example, self.dimensions)
                 graph, used = clean(functional(exported), prefix="inner.")
+            simplify(graph)
+            for name, heads in unfold_heads(graph).items():
+                call = unfolded(calls[name], heads, self.example.batch, self.example.length)
+                children[name] = self.trace(f"{path}.{base_name(name)}", called[base_name(name)], call)
             if wanted is not None:
                 graph.output_node().args = (tuple(args_of(graph.output_node())[0][i] for i in sorted(wanted)),)
                 drop_dead_nodes(graph)

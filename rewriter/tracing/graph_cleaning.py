@@ -60,7 +60,7 @@ class _Cleaner:
         for i, node in enumerate(self.inputs):
             self.env[node] = self.graph.placeholder(f"x{i}")
             self.env[node].meta["val"] = node.meta["val"]
-        if any(n.target is _traced.attention.default for n in self.exported.graph.nodes):
+        if any(n.target in (_traced.attention.default, *_recurrent()) for n in self.exported.graph.nodes):
             self.ctx = self.graph.placeholder("ctx")
         kept = self._read_tensors()
         known = [n for n in (*self.inputs, *self.placeholders) if n in self.env and n not in kept]
@@ -177,6 +177,11 @@ class _Cleaner:
         out.meta["val"] = node.meta["val"].transpose(1, 2)
         return self._emit(node, aten.transpose.int, (out, 1, 2))
 
+    def _recurrence(self, node: fx.Node, args: Any) -> fx.Node:
+        *tensors, text = args
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+        return self._emit(node, _recurrent()[node.target], (*tensors, self.ctx), {"slot": next(self.slot), **options})
+
     def _mask(self, node: fx.Node, args: Any) -> fx.Node:
         spec = ops.MaskSpec(args[1], args[2])
         return self._emit(node, ops.additive_mask, (self._like(node),), {"mask": spec})
@@ -221,6 +226,13 @@ _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default
 
 
 @functools.cache
+def _recurrent() -> dict[Any, Any]:
+    """By operator that records a part of a recurrent mixer, the operator of the IR."""
+    names = ("causal_conv", "delta_rule", "state_space", "selective_scan")
+    return {getattr(_traced, name).default: getattr(ops, name) for name in names}
+
+
+@functools.cache
 def _converters() -> dict[Any, Callable[[_Cleaner, fx.Node, Any], Any]]:
     """By operator, its converter. The operators of `rewriter_trace` are defined by the files that record them."""
     return {
@@ -231,6 +243,7 @@ def _converters() -> dict[Any, Callable[[_Cleaner, fx.Node, Any], Any]]:
         _traced.attention.default: _Cleaner._attention,
         _traced.mask.default: _Cleaner._mask,
         _traced.experts.default: _Cleaner._experts,
+        **dict.fromkeys(_recurrent(), _Cleaner._recurrence),
         _traced.call.default: _Cleaner._call,
         operator.getitem: _Cleaner._item,
     }

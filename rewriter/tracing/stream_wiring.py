@@ -260,7 +260,7 @@ class _Layer:
             child = dataclasses.replace(child, inputs=tuple(w for w in child.inputs if w != nowhere))
         self.modules[path] = body
         inputs = [self._input(node, where, env, path) for where in child.inputs]
-        extra = (self.ctx,) if isinstance(body, Body) and body.attends else ()
+        extra = (self.ctx,) if isinstance(body, Body) and body.reads_context else ()
         new = self._add("call_module", path, (*inputs, *extra), {})
         indices = {where: i for i, where in enumerate(child.inputs)}
 

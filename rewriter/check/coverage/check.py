@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from rewriter.check.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
+from rewriter.check.comparison import DIFFERENT, RANKS, compare, exact_limit, relative_error
 from rewriter.check.coverage.configs import small_config
 from rewriter.check.coverage.report import PARTS, Coverage, explain
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
@@ -96,7 +96,8 @@ class Subject:
             self.expected = [self.original(ids) for ids in self.batches]
             self.program = trace(self.source)
             self.weights = load_weights(self.program, torch.float32)
-            self._require(self.program, self.expected, self.original, EXACT, "the traced program")
+            self.limit = exact_limit(self.program)
+            self._require(self.program, self.expected, self.original, self.limit, "the traced program")
         self.result.blocks = len(residual_blocks(self.program))
         self.result.stream = self.result.blocks > 0
         if "ladder" in checks:
@@ -176,7 +177,7 @@ class Subject:
             reference = functools.partial(_ladder_logits, self.model, layers)
             expected = [reference(ids) for ids in self.batches]
             self._require_different(expected)
-            self._require(program, expected, reference, EXACT, "the ladder")
+            self._require(program, expected, reference, self.limit, "the ladder")
             self.rewritten, self.rewritten_logits = program, expected
 
     def _layers(self) -> list[int]:
@@ -240,7 +241,7 @@ class Subject:
             if names := sorted(map(str, loaded.get(what) or ())):
                 raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
         for ids, expected in zip(self.batches, self.rewritten_logits, strict=True):
-            _require_equal(original_logits(model.eval(), ids), expected, EXACT, "the emitted checkpoint")
+            _require_equal(original_logits(model.eval(), ids), expected, self.limit, "the emitted checkpoint")
 
 
 def shared_parameters(program: Program, ranks: int) -> float | None:

@@ -222,11 +222,11 @@ class _HuggingFaceLayers:
     def layer(self, index: int, takes: list[fx.Node], gives: list[fx.Node]) -> PrintedLayer:
         self.path = self.program.layer_path(index)
         source, inside = self.program.source.of_layer(index), self.flow.inside(index)
-        calls = []  # of children, and whether each attends
+        calls = []  # of children, and whether each keeps something in the cache
         for node in inside:
             if (call := marks(node).python) is not None:
                 module = self.program.modules[str(node.target)]
-                calls.append((call, isinstance(module, Body) and module.attends))
+                calls.append((call, isinstance(module, Body) and module.reads_context))
         self.arguments = arguments_of(source, calls, source.absent[index])
         self.unique = UniqueNames(["self", "kwargs", "cache", "torch", REWIRED, *source.layer_arguments])
         self.names = {takes[0]: source.layer_arguments[0]}

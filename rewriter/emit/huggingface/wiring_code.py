@@ -43,7 +43,8 @@ class LayerArguments:
 
 
 def arguments_of(source: Source, calls: Sequence[tuple[PythonCall, bool]], absent: Collection[str]) -> LayerArguments:
-    """The arguments of a layer that makes these calls of its children, and whether each of them attends.
+    """The arguments of a layer that makes these calls of its children, and whether each of them keeps
+    something in the cache.
 
     `absent` are those that the model always leaves out.
     """
@@ -52,7 +53,7 @@ def arguments_of(source: Source, calls: Sequence[tuple[PythonCall, bool]], absen
     uses = {name: [_uses(call, name) for call, _ in calls] for name in names}
     splat = [call.splat and (1, 1) for call, _ in calls]
     handed_on = [name for name in free if any(splat) and uses[name] == [use or (0, 0) for use in splat]]
-    other = any(call.splat and not attends for call, attends in calls)
+    other = any(call.splat and not cached for call, cached in calls)
     travelling = frozenset(name for name in handed_on if not (other and name in CACHE_NAMES))
     cache = next((name for name in names if name in CACHE_NAMES and name not in {*travelling, *absent}), None)
     if cache is not None and not any(count for count, _ in uses[cache]):

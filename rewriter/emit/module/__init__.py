@@ -315,9 +315,10 @@ def _loops(calls: list[tuple[str, tuple[int, ...], str]], layers: str) -> list[s
 _RUNTIME_NAMES = (
     "ColumnParallelConv1D", "ColumnParallelLinear", "Conv1D", "MaskSpec", "PerRankConv1D", "PerRankLayerNorm",
     "PerRankLinear", "PromptPhase", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis",
-    "SequencePlan", "Shared", "SlotSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce",
-    "all_reduce_start", "all_reduce_wait", "attention", "copy_to_group", "experts", "fork", "gather_tokens",
-    "last_tokens", "own_shard", "repeat_shard", "shard_tokens", "shared_gradient", "store_keys", "vocab_embedding",
+    "SequencePlan", "Shared", "SlotSpec", "StateSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce",
+    "all_reduce_start", "all_reduce_wait", "attention", "causal_conv", "copy_to_group", "delta_rule", "experts", "fork",
+    "gather_tokens", "last_tokens", "linear_scan", "own_ranges", "own_shard", "repeat_shard", "selective_scan",
+    "shard_tokens", "shared_gradient", "state_space", "store_keys", "vocab_embedding",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from rewriter.ir import Body, Leaf, Module, ops
 
 _GROUP_OPS = frozenset({
     ops.copy_to_group, ops.all_reduce, ops.all_reduce_start, ops.all_gather, ops.vocab_embedding, ops.repeat_shard,
+    ops.own_shard, ops.own_ranges,
 })  # fmt: skip
 MAX_BUFFER = 65536  # elements; a constant printed into source stays readable and loads fast
 
@@ -53,10 +54,10 @@ class ClassTable:
         own = any(n.target in _GROUP_OPS for n in body.graph.nodes) or bool(body.shared)
         leaves = [m for m in body.modules.values() if isinstance(m, Leaf)]
         needs_group = own or any("tp" in c.arguments for c in inner) or any(map(leaf_needs_group, leaves))
-        attends = any(n.target is ops.attention for n in body.graph.nodes)
+        cached = any(n.target in ops.CACHED for n in body.graph.nodes)
         communicates = any(c.communicates for c in inner) or any(n.target is ops.all_reduce for n in body.graph.nodes)
         sizes = _size_arguments(body)
-        arguments = (*(["tp"] if needs_group else []), *(["slot"] if attends else []), *sizes)
+        arguments = (*(["tp"] if needs_group else []), *(["slot"] if cached else []), *sizes)
         text = self._text(body, arguments, own, sizes)
         if text not in self.by_text:
             name = self.names.new(_title(body, id(body) in self.per_rank))
@@ -65,13 +66,13 @@ class ClassTable:
         self.by_body[id(body)] = self.by_text[text]
         return self.by_text[text]
 
-    def construct(self, module: Module) -> str:
-        """The expression that builds `module`, inside a constructor that has `tp`."""
+    def construct(self, module: Module, slot: str = "slot") -> str:
+        """The expression that builds `module`, inside a constructor that has `tp`; `slot` is its first cache entry."""
         if isinstance(module, Leaf):
             return leaf_constructor(module)
         assert isinstance(module, Body)
         cls = self.add(module)
-        given = {"tp": "tp", "slot": "slot"} | {n: str(s) for n, s in _size_arguments(module).items()}
+        given = {"tp": "tp", "slot": slot} | {n: str(s) for n, s in _size_arguments(module).items()}
         return f"{cls.name}({', '.join(given[a] for a in cls.arguments)})"
 
     def _text(self, body: Body, arguments: tuple[str, ...], own_group: bool, sizes: Mapping[str, int]) -> str:

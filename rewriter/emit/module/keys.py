@@ -34,6 +34,8 @@ def _cut(graph: fx.Graph, modules: Any, made: dict[int, tuple[Body, list[int]]])
         if node.target is ops.attention:
             _, k, v, ctx = args_of(node)[:4]
             node.target, node.args, node.kwargs = ops.store_keys, (k, v, ctx), {"slot": node.kwargs["slot"]}
+        elif node.target in ops.RECURRENT:
+            continue  # its state is what it has seen
         elif isinstance(module, Body) and _stores(module):
             if id(module) not in made:
                 made[id(module)] = _body(module, made)
@@ -61,4 +63,4 @@ def _body(body: Body, made: dict[int, tuple[Body, list[int]]]) -> tuple[Body, li
 
 
 def _stores(module: Module) -> bool:
-    return any(node.target is ops.attention for _, node in nodes_inside(module))
+    return any(node.target in ops.CACHED for _, node in nodes_inside(module))

@@ -13,6 +13,7 @@ from rewriter.ir import Body, Leaf, Module, args_of, ops
 from rewriter.ir.labels import reduced_shape, value_of
 from rewriter.ir.marks import marks
 from rewriter.ir.residual import residual_blocks
+from rewriter.ir.states import state_of
 from rewriter.ir.structure import is_dropout
 
 _BASE = '    """The modules of a layer; classes below say how they are wired."""'
@@ -144,15 +145,17 @@ class RuntimeLayerPrinter:
             name = methods.setdefault(entry.method(""), method)
             calls[method] = LayerCall(name, entry)
         texts = [calls[name].entry.method(name or "forward") for name in methods.values()]
-        constructors = {name: self.table.construct(child) for name, child in children.items()}
+        slot, constructors = len(self.slot_specs), {}
+        for name, child in children.items():
+            taken = len(self.slot_specs) - slot
+            constructors[name] = self.table.construct(child, f"slot + {taken}" if taken else "slot")
+            self.slot_specs += cache_slots(child)
         classes = [self.table.add(m) for m in children.values() if isinstance(m, Body)]
         needs_group = (
             any(wiring.needs_group(index) for wiring in self.wirings.values())
             or any("tp" in c.arguments for c in classes)
             or any(leaf_needs_group(m) for m in children.values() if isinstance(m, Leaf))
         )
-        slot = len(self.slot_specs)
-        self.slot_specs += cache_slots(children)
         has_slot = len(self.slot_specs) > slot
         arguments = [*(["tp"] if needs_group else []), *(["slot"] if has_slot else [])]
         init = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
@@ -185,15 +188,17 @@ def _place(layers: Sequence[int], families: Sequence[str]) -> str:
     return ""
 
 
-def cache_slots(children: Mapping[str, Module]) -> list[str]:
-    """The cache entries of a layer's attention calls, as constructor expressions, in order."""
+def cache_slots(child: Module) -> list[str]:
+    """The cache entries of what a layer's child keeps between calls, as constructor expressions, in order."""
     slots = []
-    for child in children.values():
-        for node in child.graph.nodes if isinstance(child, Body) else ():
-            if node.target is ops.attention:
-                k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
-                heads = marks(node).local_kv_heads or reduced_shape(k)[1]
-                mask = node.kwargs["mask"]
-                window = f", window={mask.cached}" if mask.cached is not None else ""
-                slots.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
+    for node in child.graph.nodes if isinstance(child, Body) else ():
+        if node.target is ops.attention:
+            k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
+            heads = marks(node).local_kv_heads or reduced_shape(k)[1]
+            mask = node.kwargs["mask"]
+            window = f", window={mask.cached}" if mask.cached is not None else ""
+            slots.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
+        elif node.target in ops.RECURRENT:
+            state = state_of(node)
+            slots.append(f"StateSpec({state.shape}, fp32={state.fp32})")
     return slots

@@ -160,7 +160,7 @@ class Wiring:
             for node in _nodes(piece):
                 if node.target in (ops.all_reduce_start, ops.all_reduce):
                     mark(node, tag=self.roles.of(args_of(node)[0]))
-                text = NodePrinter(names.__getitem__, module).expression(node)
+                text = NodePrinter(names.__getitem__, module, module).expression(node)
                 bind(node, self.order[node])
                 yield f"{names[node]} = {text}"
 
@@ -194,7 +194,7 @@ class Wiring:
             called.add(text.partition(".")[0].partition("[")[0])
             return text
 
-        printed = StatementPrinter(piece.nodes, env, kept, self.roles.of, counted, inline=False)
+        printed = StatementPrinter(piece.nodes, env, kept, self.roles.of, counted, counted, inline=False)
         printed.run()
         layers = sorted(called - {"self"}, key=lambda name: (len(name), name))
         results = ", ".join(printed.env[n] for n in piece.outputs)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from rewriter.check.comparison import EXACT, RANKS
+from rewriter.check.comparison import RANKS, exact_limit
 from rewriter.check.drift import golden_tokens, too_large
 from rewriter.check.random_model import random_ids
 from rewriter.check.reference_modes import reference_of
@@ -140,9 +140,10 @@ def bisect_passes(
     model, traced, ids = material.model, material.traced, material.ids
     weights = load_weights(traced, torch.float32)
     original = expected_values(reference_of(traced, ()), model, ids)
-    stage = Stage("tracing", traced, None, weights, weights, ids, original, EXACT, model)
+    limit = exact_limit(traced)
+    stage = Stage("tracing", traced, None, weights, weights, ids, original, limit, model)
     right = _compared(stage, report, material.kept)
-    comparable = {p for p in right if p in original and difference(right[p], original[p]) <= EXACT}
+    comparable = {p for p in right if p in original and difference(right[p], original[p]) <= limit}
     program = apply_passes(traced, (), mesh)
     for number, rewrite in enumerate(passes, start=1):
         if report.fault is not None:
@@ -167,7 +168,7 @@ def bisect_passes(
             weights=load_weights(made, torch.float32),
             weights_before=stage.weights,
             expected={p: v for p, v in expected.items() if p in comparable or p[0] in sides},
-            limit=EXACT if not made.mesh and bound_ranks(made) is None else RANKS,
+            limit=limit if not made.mesh and bound_ranks(made) is None else RANKS,
         )
         if is_quantized(made) and EXACT_SUMS not in report.notes:
             report.notes.append(EXACT_SUMS)

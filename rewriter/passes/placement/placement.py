@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from rewriter.ir import Body, Leaf, args_of, called_module, ops
+from rewriter.ir import Body, Leaf, args_of, called_module, ops, put_after
 from rewriter.ir.labels import Unsplittable, reduced_shape, tensor_inputs, value_of
 from rewriter.ir.op_semantics import function_of, is_movement, is_pointwise
+from rewriter.passes.placement.mixers import label_mixers
 from rewriter.passes.placement.placement_rules import is_linear, place_call, place_function, place_product
-from rewriter.passes.placement.placement_state import PlacementState, SplitBody, name_of, reads_values
-from rewriter.passes.placement.projections import is_projection, product_of
-from rewriter.passes.placement.units import Units
+from rewriter.passes.placement.placement_state import PlacementState, SplitBody, alike_inputs, name_of, reads_values
+from rewriter.passes.placement.projections import held, is_projection, product_of
+from rewriter.passes.placement.units import AXIS, Units
 
 
 def split_body(body: Body, ranks: int) -> SplitBody:
@@ -26,7 +27,9 @@ def split_body(body: Body, ranks: int) -> SplitBody:
         raise Unsplittable("it returns several tensors")
     exits = _exits(state)
     _label_attention(state)
+    label_mixers(state)
     state.labels.propagate()
+    _label_modules(state)  # a norm may stand between the heads and an exit, which would get units of its own
     for node in exits:
         source = args_of(node)[0]
         if node.target is not ops.experts and source not in state.labels.of:
@@ -54,7 +57,8 @@ def _place(state: PlacementState, node: fx.Node, exits: set[fx.Node]) -> None:
         raise Unsplittable(f"its input {node.name} would be split")
     if node.op == "get_attr" and node in sharded:
         if str(node.target) in state.body.buffers:
-            raise Unsplittable(f"its constant {node.target} would be split")
+            _take_own_ranges(state, node)
+            return
         state.shards[str(node.target)] = state.shard(node)
     elif node.op == "call_module":
         place_call(state, node, exits)
@@ -64,6 +68,18 @@ def _place(state: PlacementState, node: fx.Node, exits: set[fx.Node]) -> None:
         place_product(state, node, product, exits)
     elif node.op == "call_function":
         place_function(state, node)
+
+
+def _take_own_ranges(state: PlacementState, node: fx.Node) -> None:
+    """A constant along split channels, of which every rank takes its part."""
+    dim, ranges = state.sharded.pop(node)
+    users, value = list(node.users), value_of(node)
+    own = put_after(node, ops.own_ranges, AXIS, dim, ranges)
+    own.meta["val"] = value.narrow(dim, 0, held(ranges))
+    state.local.discard(node)
+    state.sharded[own] = (dim, ranges)
+    state.local.add(own)
+    assert all(own in user.all_input_nodes for user in users)
 
 
 # --- where the output is made ----------------------------------------------------------------------------------------
@@ -152,10 +168,9 @@ def _label_modules(state: PlacementState) -> None:
             norm = isinstance(module, Leaf) and module.kind == "LayerNorm"
             if not norm and not (isinstance(module, Body) and reads_values(module)):
                 continue
-            before, labels, source = len(state.labels.of), state.labels.of.get(node), args_of(node)[0]
-            if labels is not None:
-                state.labels.set(source, labels)
-            elif source in state.labels.of:
-                state.labels.set(node, state.labels.of[source])
+            before, alike = len(state.labels.of), (node, *alike_inputs(node))
+            if (labels := next((state.labels.of[n] for n in alike if n in state.labels.of), None)) is not None:
+                for each in alike:
+                    state.labels.set(each, labels)
             if len(state.labels.of) != before:
                 state.labels.propagate()

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from rewriter.ir import Body, Leaf, args_of, ops, placeholders, put_after
@@ -27,9 +28,10 @@ from rewriter.ir.op_semantics import (
     operator_of,
     slice_bounds,
 )
-from rewriter.passes.placement.placement_state import PlacementState, Split, name_of, reads_values
+from rewriter.passes.placement.mixers import place_mixer
+from rewriter.passes.placement.placement_state import PlacementState, Split, alike_inputs, name_of, reads_values
 from rewriter.passes.placement.projections import Product, Shard, column_parallel, held, is_projection, row_parallel
-from rewriter.passes.placement.units import AXIS, Ranges, equal_runs
+from rewriter.passes.placement.units import AXIS, Ranges, Units, equal_runs
 
 
 def is_linear(node: fx.Node) -> bool:
@@ -56,7 +58,7 @@ def place_call(state: PlacementState, node: fx.Node, exits: Collection[fx.Node])
     elif node in state.sharded or source in state.sharded:
         if not isinstance(module, Body):
             raise Unsplittable(f"{path} ({getattr(module, 'kind', module)}) normalises over split channels")
-        inner = split_inner(state, module, source)
+        inner = split_inner(state, module, node)
         state.replace(path, (inner.result().body, inner.shards))
     elif any(n in state.partial for n in node.all_input_nodes):
         raise Unsplittable(f"{path} reads a sum that is not complete")
@@ -74,8 +76,19 @@ def _place_projection(state: PlacementState, node: fx.Node, exits: Collection[fx
             raise Unsplittable(f"{path} is both an entry and an exit")
         state.replace(path, column_parallel(module, state.sharded[node][1], state.shared(node)))
         state.copy_to_group(node, source)
-    elif source in state.sharded or source in state.partial:
-        raise Unsplittable(f"{path} reads split values and its output is not summed")
+    elif source in state.sharded:
+        _sum_inside(state, node, module)
+    elif source in state.partial:
+        raise Unsplittable(f"{path} reads a sum that is not complete")
+
+
+def _sum_inside(state: PlacementState, node: fx.Node, module: Leaf) -> None:
+    """A projection of split values that is needed whole inside: split by inputs, with an all-reduce behind it."""
+    source = args_of(node)[0]
+    if state.sharded[source][0] != value_of(source).dim() - 1:
+        raise Unsplittable(f"{node.target} reads values that are split along another dimension")
+    state.replace(str(node.target), row_parallel(module, state.sharded[source][1]))
+    put_after(node, ops.all_reduce, AXIS).meta["val"] = value_of(node)
 
 
 def _beside_heads(state: PlacementState, node: fx.Node) -> bool:
@@ -93,13 +106,22 @@ def _lend_dtype(state: PlacementState, node: fx.Node, module: Body) -> None:
     node.args = (given, *args_of(node)[1:])
 
 
-def split_inner(outer: PlacementState, body: Body, source: fx.Node) -> PlacementState:
-    """A small body (a norm) whose one input, `source` outside, is split; its output is split alike.
+def split_inner(outer: PlacementState, body: Body, call: fx.Node) -> PlacementState:
+    """A small body (a norm) that is called on split values; its output is split as they are.
 
-    A mean over the split dimension becomes the mean of the ranks' means, by one small all-reduce.
+    A mean over the split dimension becomes the mean of the ranks' means, by one small all-reduce. Which rank holds a
+    value counts here, not its head: the groups of a group norm may hold several heads.
     """
-    state = PlacementState(body, outer.units)
-    state.labels.set(placeholders(state.graph)[0], outer.labels.of[source])
+    labels = outer.labels.of[args_of(call)[0]]
+    units = outer.units
+    if not units.shared(labels.flatten()):
+        labels, units = units.owners(labels), Units(outer.ranks)
+        units.channels(outer.ranks, "ranks")
+    state = PlacementState(body, units)
+    alike = alike_inputs(call)
+    for inner, given in zip(placeholders(state.graph), args_of(call), strict=True):
+        if given in alike:
+            state.labels.set(inner, labels)
     state.labels.propagate()
     state.find_sharded()
     for node in list(state.graph.nodes):
@@ -120,7 +142,11 @@ def split_inner(outer: PlacementState, body: Body, source: fx.Node) -> Placement
 def place_function(state: PlacementState, node: fx.Node) -> None:
     """An operator that is no product with a parameter."""
     inputs = tensor_inputs(node)
-    if node.target is ops.experts:
+    if node.target is aten.sym_size.int and isinstance(value_of(node), torch.SymInt):
+        return  # of tokens, which are all there
+    if node.target in ops.RECURRENT:
+        place_mixer(state, node)
+    elif node.target is ops.experts:
         _place_experts(state, node)
     elif any(n in state.partial for n in inputs):
         _place_linear(state, node, inputs)

@@ -131,6 +131,12 @@ def name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", None) or str(node.target)
 
 
+def alike_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a call that have the shape of the first: values that are split alike, such as a norm's gate."""
+    inputs = [n for n in args_of(node) if isinstance(n, fx.Node) and is_tensor(n)]
+    return [n for n in inputs if value_of(n).shape == value_of(inputs[0]).shape]
+
+
 def reads_values(body: Body) -> bool:
     """True if the result of a body depends on the values of its first input, and not only on its dtype and sizes."""
     reached = {placeholders(body.graph)[0]}

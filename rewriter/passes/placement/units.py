@@ -93,10 +93,10 @@ class Units:
 
     def owners(self, labels: torch.Tensor) -> torch.Tensor:
         """The rank that holds each element, by its label; -1 where it is the same for all."""
-        owner = torch.full((self.count + 1,), -1)
+        owner, asked = torch.full((self.count + 1,), -1), set(labels.flatten().tolist())
         for rank, units in enumerate(self.held):
             for unit in units:
-                if owner[unit] not in (-1, rank):
+                if unit in asked and owner[unit] not in (-1, rank):
                     raise Unsplittable("heads that several ranks hold lie along two dimensions at once")
                 owner[unit] = rank
         return owner[labels]  # -1 reads the last one, which no unit has

@@ -110,6 +110,8 @@ class _Follower:
             if kwargs.get("sinks") is not None and owned(kwargs["sinks"]):
                 raise Mixed("has sinks that depend on tokens")
             return attended(*args[:3])
+        if target in ops.RECURRENT:
+            raise Mixed("carries a state from token to token")
         if target is ops.experts:
             return chosen_experts(*args[:3])
         if target is aten.sym_size.int or target == "size":

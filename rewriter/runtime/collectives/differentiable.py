@@ -124,6 +124,12 @@ def own_shard(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     return x.narrow(dim, group_rank(group) * local, local)
 
 
+def own_ranges(x: Tensor, group: ProcessGroup | None, dim: int, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """This rank's parts of the replicated `x` along `dim`: `ranges` has per rank the (begin, end) of each, in order."""
+    parts = [x.narrow(dim, begin, end - begin) for begin, end in ranges[group_rank(group)]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 def once(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
     """`x` on the group's first rank and zeros elsewhere, so that a following sum adds it once; None stays None. After
     the sum each rank holds the full gradient, so replicas stay equal."""

@@ -281,10 +281,10 @@ class DecodeStep(DecodeState):
             if (self.group is None or self.group.size() == 1) and isinstance(self.cache, StaticCache):
                 self._compile(backend)
         elif (origin := getattr(self.model, "origin", None)) is not None and isinstance(self.cache, StaticCache):
-            self._compute_by_parts(origin, self.cache.rings)
+            self._compute_by_parts(origin, self.cache.fixed)
 
-    def _compute_by_parts(self, origin: Origin, rings: Sequence[bool]) -> None:
-        known, kind = _kept(self.model).cached, (self.group, self.batch, *rings)
+    def _compute_by_parts(self, origin: Origin, fixed: Sequence[bool]) -> None:
+        known, kind = _kept(self.model).cached, (self.group, self.batch, *fixed)
         if kind not in known:
             known[kind] = CachedStep(self.model, origin, self.group, logits_after)
         step = known[kind]

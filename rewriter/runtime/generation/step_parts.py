@@ -88,34 +88,34 @@ class PartInput:
 
 @dataclass(frozen=True)
 class PartCall:
-    """A part's call in every step. `kinds`: "tensor", "context" or "none" by argument; `rings`: True for its slots that
-    are rings; `inputs`: those that its arguments give; `weights`: the module's."""
+    """A part's call in every step. `kinds`: "tensor", "context" or "none" by argument; `fixed`: True for its slots
+    whose size does not depend on the cache's; `inputs`: those that its arguments give; `weights`: the module's."""
 
     kinds: tuple[str, ...]
-    rings: tuple[bool, ...]
+    fixed: tuple[bool, ...]
     inputs: tuple[PartInput, ...]
     weights: tuple[PartInput, ...]
 
     @staticmethod
     def of(part: ModulePart, arguments: Sequence[Any]) -> PartCall | None:
         """None for arguments that compiled code does not take."""
-        kinds, rings, inputs = [], [], []
+        kinds, fixed, inputs = [], [], []
         for argument in arguments:
             kinds.append(_kind(argument))
             if kinds[-1] is None:
                 return None
             if isinstance(argument, Context):
                 assert isinstance(argument.cache, StaticCache)
-                rings += [argument.cache.rings[slot] for slot in part.slots]
+                fixed += [argument.cache.fixed[slot] for slot in part.slots]
         flat = _flat(arguments, part.slots)
-        grows = _growing(kinds, rings)
+        grows = _growing(kinds, fixed)
         inputs = [PartInput.of(x, g) for x, g in zip(flat, grows, strict=True)]
-        return PartCall(tuple(kinds), tuple(rings), tuple(inputs), tuple(PartInput.of(x) for x in weights_of(part)))
+        return PartCall(tuple(kinds), tuple(fixed), tuple(inputs), tuple(PartInput.of(x) for x in weights_of(part)))
 
     @staticmethod
     def read(said: Mapping[str, Any]) -> PartCall:
         inputs, weights = ([PartInput.read(x) for x in said[name]] for name in ("inputs", "weights"))
-        return PartCall(tuple(said["kinds"]), tuple(said["rings"]), tuple(inputs), tuple(weights))
+        return PartCall(tuple(said["kinds"]), tuple(said["fixed"]), tuple(inputs), tuple(weights))
 
     def arguments(self, inputs: Sequence[Tensor], slots: Sequence[int]) -> list[Any]:
         """The arguments again, of `inputs` as `of` makes them: the reverse of what a compiled part is given."""
@@ -127,7 +127,7 @@ class PartCall:
                 continue
             position, first_valid = next(rest), next(rest)
             cache: Any = object.__new__(StaticCache)
-            cache.only_slot, cache.rings = False, dict(zip(slots, self.rings, strict=True))
+            cache.fixed = dict(zip(slots, self.fixed, strict=True))
             cache.keys = {slot: next(rest) for slot in slots}
             cache.values = {slot: next(rest) for slot in slots}
             arguments.append(Context(cache, position, first_valid))
@@ -155,8 +155,8 @@ def _flat(arguments: Sequence[Any], slots: Sequence[int]) -> list[Tensor]:
     return flat
 
 
-def _growing(kinds: Sequence[Any], rings: Sequence[bool]) -> list[bool]:
-    entries = [not ring for ring in rings]
+def _growing(kinds: Sequence[Any], fixed: Sequence[bool]) -> list[bool]:
+    entries = [not stays for stays in fixed]
     of_kind = {"tensor": [False], "none": [], "context": [False, False, *entries, *entries]}
     return [grows for kind in kinds for grows in of_kind[kind]]
 

@@ -95,12 +95,13 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "roberta": ({}, "the wiring: aten.cumsum sums over the tokens of a call"),  # to count positions
     "lfm2": (
         {"layer_types": ["conv", "full_attention", "conv", "conv"]},
-        r"model.layers.0.conv stays the source's own module \(Lfm2ShortConv\), since it combines tokens",
+        "model.layers.0.conv: causal_conv carries a state from token to token",
     ),
-    "mamba": ({}, r"backbone.layers.0.mixer stays the source's own module \(MambaMixer\), since it combines tokens"),
+    "mamba": ({}, "backbone.layers.0.mixer: causal_conv carries a state from token to token"),
     "jetmoe": ({}, "additive_mask is the mask as a tensor, .*, for model.layers.0.self_attention"),
     "trocr": ({}, "model.decoder.embed_positions: aten.arange.start numbers the tokens of a call from 0"),
-    "qwen3_next": ({}, r"model.layers.0.linear_attn stays .* \(Qwen3NextGatedDeltaNet\), since it combines tokens"),
+    "qwen3_next": ({}, "model.layers.0.linear_attn: causal_conv carries a state from token to token"),
+    "xlstm": ({}, r"backbone.blocks.0.mlstm_layer stays the source's own module \(xLSTMLayer\), since it"),
     "dbrx": ({}, r"transformer.blocks.0.ffn stays the source's own module \(DbrxFFN\)"),
     "llama4_text": ({}, "model.layers.3.self_attn: aten.arange numbers the tokens of a call from 0"),  # temperatures
 }

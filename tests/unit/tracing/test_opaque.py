@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,22 @@ from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Opaque, Program
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
-from rewriter.tracing import trace_skeleton
+from rewriter.tracing import mixer_functions, trace_skeleton
 from rewriter.tracing.export import Example
 from rewriter.tracing.interception import Recorded
 from rewriter.tracing.meta_model import build_skeleton
 from rewriter.tracing.opaque import opaque_child
 
 pytestmark = pytest.mark.tracer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def other_names() -> Iterator[None]:
+    """Recurrent mixers as in a version of transformers that has other names for their functions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixer_functions, "_LIFTED", {})
+        yield
+
 
 _TOKENS = dict(vocab_size=256, hidden_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 _SMALL: dict[str, Any] = _TOKENS | dict(

@@ -1,0 +1,42 @@
+"""States that recurrent mixers carry from token to token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from rewriter.ir import args_of, ops
+from rewriter.ir.labels import is_tensor, reduced_shape, value_of
+from rewriter.ir.marks import marks
+
+
+@dataclass(frozen=True)
+class State:
+    """What one call keeps per row of a batch, on a rank: `shape`, in fp32 or in the model's dtype."""
+
+    shape: tuple[int, ...]
+    fp32: bool
+
+
+def state_of(node: fx.Node) -> State:
+    """The state of a call of one of `ops.RECURRENT`: heads or channels first, of which a rank holds its own."""
+    sizes = [reduced_shape(value_of(n)) if isinstance(n, fx.Node) and is_tensor(n) else () for n in args_of(node)]
+    count, *rest = _SHAPES[node.target](sizes)
+    local = marks(node).local_channels
+    return State((count if local is None else local, *rest), fp32=node.target is not ops.causal_conv)
+
+
+# by operator, the shape of its whole state from those of its arguments
+_SHAPES: Mapping[Any, Callable[[list[tuple[int, ...]]], tuple[int, ...]]] = MappingProxyType(
+    {
+        ops.causal_conv: lambda sizes: (sizes[1][0], sizes[1][1] - 1),
+        ops.delta_rule: lambda sizes: (sizes[2][2], sizes[1][3], sizes[2][3]),
+        ops.state_space: lambda sizes: (sizes[0][2], sizes[0][3], sizes[3][3]),
+        ops.selective_scan: lambda sizes: sizes[2],
+        ops.linear_scan: lambda sizes: (sizes[0][2],),
+    }
+)

@@ -1,0 +1,125 @@
+"""Canonical forms of what recurrent mixers compute around their operators, so that heads and channels can be followed.
+
+- `x[..., -S:]` of S tokens is x.
+- `W @ xᵀ`, with a parameter on the left, is `(x Wᵀ)ᵀ`.
+- Heads folded into tokens, `norm(x.reshape(-1, E))` of x [B, S, H, E], stay a dimension of their own: B · S · H is one
+  dynamic size, in which no head can be told from a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree  # the stable subset: tree_map
+
+from rewriter.ir import args_of, placeholders
+from rewriter.ir.labels import dynamic
+from rewriter.ir.op_semantics import argument, aten, dims_of, is_pointwise, kind_of
+from rewriter.tracing.functionalize import computed
+from rewriter.tracing.interception import Recorded
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Rewrite slices of all tokens, and products with a parameter on the left, in place."""
+    for node in list(graph.nodes):
+        new = None
+        if node.target is aten.slice.Tensor and _keeps_all(node):
+            new = args_of(node)[0]
+        elif node.target is aten.matmul.default and _multiplies_transposed(node):
+            weight, transposed = args_of(node)
+            with graph.inserting_before(node):
+                product = computed(graph, aten.linear.default, args_of(transposed)[0], weight)
+                new = computed(graph, aten.transpose.int, product, 1, 2)
+        if new is not None:
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def _keeps_all(node: fx.Node) -> bool:
+    """True if a slice takes the last S of S elements."""
+    source, start, end = args_of(node)[0], argument(node, "start"), argument(node, "end")
+    size = source.meta["val"].shape[argument(node, "dim")]
+    begins = start.meta["val"] if isinstance(start, fx.Node) else start
+    to_end = end is None or (isinstance(end, int) and end >= 1 << 62)
+    return dynamic(size) and to_end and argument(node, "step") == 1 and str(begins) == f"-{size}"
+
+
+def _multiplies_transposed(node: fx.Node) -> bool:
+    left, right = args_of(node)
+    if left.op != "get_attr" or right.target is not aten.transpose.int or left.meta["val"].dim() != 2:
+        return False
+    return right.meta["val"].dim() == 3 and {d % 3 for d in args_of(right)[1:3]} == {1, 2}
+
+
+# --- heads among tokens ----------------------------------------------------------------------------------------------
+
+
+def unfold_heads(graph: fx.Graph) -> dict[str, int]:
+    """Give heads that a graph folds into tokens their own dimension again, in place.
+
+    Returns, per module that is called on such values, the number of heads; it is to be traced as `unfolded` calls it.
+    """
+    region = {n: k for n in graph.nodes if (k := _folded(n)) is not None}
+    if not all(_can_unfold(node, region) for node in region):
+        return {}
+    called = {}
+    for node, heads in region.items():
+        value, source = node.meta["val"], args_of(node)[0]
+        if kind_of(node) == "view":
+            batch, length = source.meta["val"].shape[:2]
+            node.args = (source, [_size(node, batch), _size(node, length), heads, value.shape[1]])
+        else:
+            batch, length = next(n for n in node.all_input_nodes if n in region).meta["val"].shape[:2]
+        with value.fake_mode:
+            node.meta["val"] = value.new_empty((batch, length, heads, value.shape[1]))
+        if node.op == "call_module":
+            called[str(node.target)] = heads
+    return called
+
+
+def unfolded(call: Recorded, heads: int, batch: int, length: int) -> Recorded:
+    """A call of a module on [batch · length · heads, E], as one on [batch, length, heads, E]."""
+
+    def apart(x: Any) -> Any:
+        folded = isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] == batch * length * heads
+        return x.reshape(batch, length, heads, x.shape[1]) if folded else x
+
+    return Recorded(*pytree.tree_map(apart, (call.args, call.kwargs, call.output)))
+
+
+def _folded(node: fx.Node) -> int | None:
+    """k of a value [B · S · k, E]."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or not dynamic(value.shape[0]):
+        return None
+    factor, symbols = value.shape[0].node.expr.as_coeff_Mul()
+    return int(factor) if factor > 1 and len(symbols.free_symbols) == 2 else None
+
+
+def _can_unfold(node: fx.Node, region: Mapping[fx.Node, int]) -> bool:
+    """True if a node of the region begins it by a view, or computes along the last dimension or element by element."""
+    if kind_of(node) == "view":
+        shape = args_of(node)[0].meta["val"].shape
+        return args_of(node)[0] not in region and len(shape) >= 3 and [*map(dynamic, shape)][:3] == [True, True, False]
+    others = [n for n in node.all_input_nodes if n not in region and isinstance(n.meta.get("val"), torch.Tensor)]
+    if any(n.meta["val"].dim() > 1 for n in others):
+        return False
+    along = kind_of(node) == "reduction" and argument(node, "keepdim") and dims_of(node) == [-1]
+    return node.op == "call_module" or is_pointwise(node) or bool(along)
+
+
+def _size(before: fx.Node, size: Any) -> fx.Node:
+    """The node of a dynamic size: one that is there already, or one of the first input that has it."""
+    graph = before.graph
+    known = (n for n in graph.nodes if n.target is aten.sym_size.int and str(n.meta["val"]) == str(size) and n < before)
+    if (node := next(known, None)) is not None:
+        return node
+    values = ((n, n.meta["val"].shape) for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    source, dim = next((n, d) for n, shape in values for d, s in enumerate(shape) if str(s) == str(size))
+    with graph.inserting_after(source if source.op != "placeholder" else placeholders(graph)[-1]):
+        node = graph.call_function(aten.sym_size.int, (source, dim))
+    node.meta["val"] = size
+    return node
