@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 _NEVER_INLINED = frozenset({
     ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather,
-    ops.copy_to_group, ops.shard_tokens, ops.gather_tokens, *ops.RECURRENT,
+    ops.copy_to_group, ops.shard_tokens, ops.gather_tokens, ops.remember, ops.top_keys, *ops.RECURRENT,
 })  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def returning(lines: Sequence[str], results: str) -> list[str]:
 _COMPUTED = {
     "sum": "total", "max": "largest", "amax": "largest", "pow": "power", "linear": "projected", "matmul": "product",
     "bmm": "product", "experts": "expert_output", "embedding": "embedded", "vocab_embedding": "embedded",
-    "causal_conv": "convolved", "delta_rule": "mixed", "state_space": "mixed", "selective_scan": "mixed",
+    "causal_conv": "convolved", "delta_rule": "mixed", "top_keys": "chosen", "state_space": "mixed", "selective_scan": "mixed",
     "linear_scan": "mixed",
     **{name: name for name in ("cos", "sin", "exp", "sqrt", "rsqrt", "mean", "softmax", "sigmoid", "cumsum")},
 }  # fmt: skip

@@ -47,7 +47,6 @@ from rewriter.tracing.wiring import (
     trace_wiring,
 )
 
-
 _MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
 
 

@@ -20,6 +20,7 @@ from rewriter.ir.labels import Labels, Unsplittable, reduced_shape
 from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.tracing.attention_scores import Scores, Term, UnknownScores, folds, is_matmul, is_same, is_view, shape_of
 from rewriter.tracing.functionalize import computed
+from rewriter.tracing.indexers import choose_keys
 from rewriter.tracing.masks import StaticGraph
 
 _END = 1 << 62  # of a slice that has none
@@ -32,6 +33,8 @@ def recognise(graph: fx.Graph, static: StaticGraph, used: dict[str, torch.Tensor
     for node in list(graph.nodes):
         if node.target is ops.attention:
             _separate(node, static, used)
+            if "keys" in node.kwargs:
+                choose_keys(node, static)
         elif function_of(node) == "softmax":
             try:
                 _replace(node, static, used)

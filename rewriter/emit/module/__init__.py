@@ -317,8 +317,8 @@ _RUNTIME_NAMES = (
     "PerRankLinear", "PromptPhase", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis",
     "SequencePlan", "Shared", "SlotSpec", "StateSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce",
     "all_reduce_start", "all_reduce_wait", "attention", "causal_conv", "copy_to_group", "delta_rule", "experts", "fork",
-    "gather_tokens", "last_tokens", "linear_scan", "own_ranges", "own_shard", "repeat_shard", "selective_scan",
-    "shard_tokens", "shared_gradient", "state_space", "store_keys", "vocab_embedding",
+    "gather_tokens", "last_tokens", "linear_scan", "own_ranges", "own_shard", "remember", "repeat_shard",
+    "selective_scan", "shard_tokens", "shared_gradient", "state_space", "store_keys", "top_keys", "vocab_embedding",
 )  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
 def _place_attention(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
     if node not in state.sharded:
         return
-    state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
+    state.copy_to_group(node, *(n for n in inputs if n not in state.sharded and value_of(n).is_floating_point()))
     _split_bias(state, node)
     mark(node, local_q_heads=held(state.sharded[node][1]))
     if (keys := args_of(node)[1]) in state.sharded:
