@@ -178,8 +178,8 @@ def returning(lines: Sequence[str], results: str) -> list[str]:
 _COMPUTED = {
     "sum": "total", "max": "largest", "amax": "largest", "pow": "power", "linear": "projected", "matmul": "product",
     "bmm": "product", "experts": "expert_output", "embedding": "embedded", "vocab_embedding": "embedded",
-    "causal_conv": "convolved", "delta_rule": "mixed", "top_keys": "chosen", "state_space": "mixed", "selective_scan": "mixed",
-    "linear_scan": "mixed",
+    "causal_conv": "convolved", "delta_rule": "mixed", "state_space": "mixed", "selective_scan": "mixed",
+    "linear_scan": "mixed", "top_keys": "chosen",
     **{name: name for name in ("cos", "sin", "exp", "sqrt", "rsqrt", "mean", "softmax", "sigmoid", "cumsum")},
 }  # fmt: skip
 _SEVERAL = {"topk": ("top_values", "top_indices"), "sort": ("sorted_values", "order"), "max": ("largest", "place")}

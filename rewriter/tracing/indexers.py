@@ -42,8 +42,10 @@ def choose_keys(attention: fx.Node, static: StaticGraph) -> None:
     kept.meta["val"] = keys.meta["val"]
     reader.replace_input_with(keys, kept)
     with graph.inserting_before(attention):
-        chosen = graph.call_function(ops.top_keys, (raw, ctx), {"mask": rule, "count": count})
-    chosen.meta["val"] = attention.kwargs["keys"].meta["val"].to(torch.int64)  # type: ignore[union-attr]
+        options: dict[str, Any] = {"mask": rule, "count": count}
+        chosen = graph.call_function(ops.top_keys, (raw, ctx), options)
+    traced: Any = attention.kwargs["keys"]
+    chosen.meta["val"] = traced.meta["val"].to(torch.int64)
     attention.kwargs = {**attention.kwargs, "keys": chosen}
 
 

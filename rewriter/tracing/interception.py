@@ -85,8 +85,9 @@ def lifted_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' AttentionInterface, recorded as one operator. Takes BHSD, returns BSHD.
 
-    `indices` [B, S, n] are the keys that each query may see, where an indexer chose some. `sliding_window` repeats what the mask already says (flash kernels need it), `position_ids` is for packed sequences.
-    Any keyword that could change the result and is not known here is refused.
+    `indices` [B, S, n] are the keys that each query may see, where an indexer chose some. `sliding_window` repeats what
+    the mask already says (flash kernels need it), `position_ids` is for packed sequences. Any keyword that could change
+    the result and is not known here is refused.
     """
     unknown = {k: v for k, v in unknown.items() if v is not None and v is not False and k not in _INERT_KEYWORDS}
     if unknown:
