@@ -22,12 +22,14 @@ def coverage(
         typer.Argument(metavar="[TYPE ...]", help="Model types. Without any: all."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Types at a time.")] = 1,
-    limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for one type.")] = 120.0,
+    limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for one type.")] = 300.0,
     json: options.Json = False,
 ) -> None:
     """Try every rewrite on a small model of each causal-LM type of transformers, and say what does not work and why.
 
-    Per type: builds, traces, ladder, tensor parallelism on 2 and 4 ranks, desync, and the emitted checkpoint, each
+    Per type: the main job, `rewrite MODEL --recipe tensor-parallel --tp 2` and the same with ladder, each with text
+    from two ranks that has to be transformers' own; the share of the layers' parameters that these split; then what it
+    consists of: builds, traces, ladder, tensor parallelism on 2 and 4 ranks, desync, and the emitted checkpoint,
     compared with the unmodified model or an independent reference.
 
     Exit code 3 where a result is wrong.
@@ -53,9 +55,9 @@ def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
         # For the processes that check; torch and transformers read these when they are imported. Code of emitted
         # checkpoints is imported from here, not from the user's cache, and `jobs` says how many cores to use.
         os.environ |= {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        from rewriter.check.coverage.check import check
         from rewriter.check.coverage.configs import require_registered
         from rewriter.check.coverage.pool import run
+        from rewriter.convert.main_job import check
 
         chosen = require_registered(types)
         rows = []

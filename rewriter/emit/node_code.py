@@ -130,7 +130,7 @@ class NodePrinter:
 
 def is_effect(node: fx.Node) -> bool:
     """True if a node, or a module that it calls, only stores keys and values."""
-    stores = node.target is ops.store_keys or node.target in ops.RECURRENT
+    stores = node.target in (ops.store_keys, ops.remember) or node.target in ops.RECURRENT
     return not node.users and (stores or str(node.target).endswith(".store_keys"))
 
 
@@ -250,7 +250,10 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
         f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])}{_padding(n, 2)})"
     ),
     ops.attention: _attention,
-    **dict.fromkeys(ops.RECURRENT, _recurrence),
+    **dict.fromkeys((*ops.RECURRENT, ops.remember), _recurrence),
+    ops.top_keys: lambda p, n: (
+        f"top_keys({p.arguments(n.args, {})}, mask={n.kwargs['mask'].source}, count={n.kwargs['count']})"
+    ),
     ops.store_keys: lambda p, n: f"store_keys({p.arguments(n.args, {})}, {_slot(n)})",
     ops.where_rewired: lambda p, n: (
         f"torch.where({p.atom(args_of(n)[0])}[..., None], {p.arguments(args_of(n)[1:], {})})"

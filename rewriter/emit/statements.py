@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 _NEVER_INLINED = frozenset({
     ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather,
-    ops.copy_to_group, ops.shard_tokens, ops.gather_tokens, *ops.RECURRENT,
+    ops.copy_to_group, ops.shard_tokens, ops.gather_tokens, ops.remember, ops.top_keys, *ops.RECURRENT,
 })  # fmt: skip
 
 
@@ -179,7 +179,7 @@ _COMPUTED = {
     "sum": "total", "max": "largest", "amax": "largest", "pow": "power", "linear": "projected", "matmul": "product",
     "bmm": "product", "experts": "expert_output", "embedding": "embedded", "vocab_embedding": "embedded",
     "causal_conv": "convolved", "delta_rule": "mixed", "state_space": "mixed", "selective_scan": "mixed",
-    "linear_scan": "mixed",
+    "linear_scan": "mixed", "top_keys": "chosen",
     **{name: name for name in ("cos", "sin", "exp", "sqrt", "rsqrt", "mean", "softmax", "sigmoid", "cumsum")},
 }  # fmt: skip
 _SEVERAL = {"topk": ("top_values", "top_indices"), "sort": ("sorted_values", "order"), "max": ("largest", "place")}

@@ -184,7 +184,8 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("collective", "agreed"), [ops.agreed]),
     (Operator("pointwise", "where_rewired", data=(1, 2)), [ops.where_rewired]),
     (Operator("collective"), [ops.repeat_shard, ops.own_shard, ops.own_ranges, ops.shard_tokens]),
-    (Operator("recurrence"), [*ops.RECURRENT]),
+    (Operator("recurrence"), [*ops.RECURRENT, ops.remember]),
+    (Operator("top"), [ops.top_keys]),
 )  # fmt: skip
 
 TABLE: Mapping[Any, Operator] = MappingProxyType({target: row for row, targets in _ROWS for target in targets})

@@ -39,12 +39,16 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
     sequence: SequencePlan | None = None,
 ) -> torch.Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` shows, softmax in fp32; returns o_BHSE.
 
     Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H]
-    adds one logit per head that takes probability and returns nothing. `ctx` is ignored here: without a cache every
+    adds one logit per head that takes probability and returns nothing. `slopes` [H] (ALiBi, Press et al. 2022) adds
+    slope · (t − s) for a query at s and a key at t. `keys` [B, S, n] are places of the keys, as `top_keys` gives them,
+    besides which a query sees none. `ctx` is ignored here: without a cache every
     call sees all tokens from position 0. `slot` names the cache entry of this call. With `sequence`, q, k and v are
     those of a rank's tokens and keys of all ranks are seen; here all tokens are given, and it changes nothing.
     """
@@ -57,12 +61,34 @@ def attention(
     if bias is not None:
         scores = scores + bias
     positions = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
-    scores = scores.masked_fill(~mask.visible(positions, positions), torch.finfo(scores.dtype).min)
+    if slopes is not None:
+        scores = scores + (slopes[:, None, None] * (positions - positions[:, None])).to(scores.dtype)
+    visible = mask.visible(positions, positions)
+    if keys is not None:
+        chosen = torch.zeros(*keys.shape[:2], len(positions), dtype=torch.bool, device=keys.device)
+        visible = visible & chosen.scatter(2, keys.long(), True)[:, None]
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)
     return weights[..., : k_BKTD.shape[2]] @ v_BHTE
+
+
+def remember(x_BSD: torch.Tensor, ctx: Any, *, slot: int | str) -> torch.Tensor:
+    """`x` of all tokens so far, [B, T, D], which a cache keeps under `slot`: the keys of an indexer, which chooses what
+    attention sees (DeepSeek-V3.2). Without a cache that is `x` itself."""
+    del ctx, slot
+    return x_BSD
+
+
+def top_keys(scores_BST: torch.Tensor, ctx: Any, *, mask: MaskSpec, count: int) -> torch.Tensor:
+    """The places of the `count` keys with the highest scores that `mask` shows to each query, int64 [B, S, n]; n is the
+    number of keys where that is less. Where a query sees fewer than n, some of its n are keys that it does not see."""
+    del ctx
+    positions = torch.arange(scores_BST.shape[1], device=scores_BST.device)
+    seen = scores_BST.masked_fill(~mask.visible(positions, positions), torch.finfo(scores_BST.dtype).min)
+    return seen.topk(min(count, scores_BST.shape[2]), dim=-1).indices
 
 
 def additive_mask(like: torch.Tensor, ctx: Any = None, *, mask: MaskSpec) -> torch.Tensor:
@@ -225,4 +251,4 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str, padding_
 COLLECTIVES = frozenset({all_reduce, all_reduce_start, all_gather})
 # what carries a state from token to token, and what keeps anything between calls: each has a `slot`
 RECURRENT = frozenset({causal_conv, delta_rule, state_space, selective_scan, linear_scan})
-CACHED = RECURRENT | {attention}
+CACHED = RECURRENT | {attention, remember}

@@ -126,7 +126,7 @@ class ModuleRun:
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if target is ops.attention:
             q, k, v = args[:3]
-            self.biased = self.biased or kwargs.get("bias") is not None
+            self.biased = self.biased or kwargs.get("bias") is not None or kwargs.get("slopes") is not None
             out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
             ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
             items = attention_items(q, k, v, kwargs, self.given, ranks)

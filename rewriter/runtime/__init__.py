@@ -3,6 +3,7 @@
 from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.ir.phases import PromptPhase
 from rewriter.runtime.attention.cached import attention, store_keys
+from rewriter.runtime.attention.chosen_keys import remember, top_keys
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.attention.sequence_axis import SequenceAxis, Shards
 from rewriter.runtime.cache import SequenceCache, SlotSpec, StateSpec, StaticCache
@@ -100,6 +101,7 @@ __all__ = [
     "quantized_all_reduce",
     "quantized_all_reduce_start",
     "record_events",
+    "remember",
     "repeat_shard",
     "selective_scan",
     "sequence_mesh",
@@ -109,5 +111,6 @@ __all__ = [
     "state_space",
     "store_keys",
     "sum_gradients",
+    "top_keys",
     "vocab_embedding",
 ]

@@ -7,8 +7,9 @@ plain glue, exact for full sequences.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +20,24 @@ from rewriter.ir.labels import Labels, Unsplittable, reduced_shape
 from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.tracing.attention_scores import Scores, Term, UnknownScores, folds, is_matmul, is_same, is_view, shape_of
 from rewriter.tracing.functionalize import computed
+from rewriter.tracing.indexers import choose_keys
 from rewriter.tracing.masks import StaticGraph
 
 _END = 1 << 62  # of a slice that has none
 
 
-def recognise(graph: fx.Graph, static: StaticGraph) -> None:
+def recognise(graph: fx.Graph, static: StaticGraph, used: dict[str, torch.Tensor | None]) -> None:
     """Rewrite `graph` in place. Every attention node gets its rule, and what keeps something between tokens its slot;
-    `ctx` is added where it is needed."""
+    `ctx` is added where it is needed, and a constant that the graph comes to read to `used`."""
     replaced = False
     for node in list(graph.nodes):
         if node.target is ops.attention:
-            _separate(node, static)
+            _separate(node, static, used)
+            if "keys" in node.kwargs:
+                choose_keys(node, static)
         elif function_of(node) == "softmax":
             try:
-                _replace(node, static)
+                _replace(node, static, used)
                 replaced = True
             except UnknownScores:
                 continue
@@ -57,7 +61,7 @@ def _context(graph: fx.Graph) -> fx.Node:
 # --- attention of the interface: its mask argument is a sum of masks and biases ------------------------------------
 
 
-def _separate(node: fx.Node, static: StaticGraph) -> None:
+def _separate(node: fx.Node, static: StaticGraph, used: dict[str, torch.Tensor | None]) -> None:
     mask = node.kwargs.get("bias")
     if not isinstance(mask, fx.Node):
         return
@@ -66,13 +70,13 @@ def _separate(node: fx.Node, static: StaticGraph) -> None:
     rule, biases = scores.rule()
     options: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "bias"} | {"mask": rule}
     with node.graph.inserting_before(node):
-        node.kwargs = options | _bias(node.graph, biases, int(node.meta["val"].shape[1]))
+        node.kwargs = options | _bias(node.graph, scores, biases, int(node.meta["val"].shape[1]), used)
 
 
 # --- attention written out -----------------------------------------------------------------------------------------
 
 
-def _replace(softmax: fx.Node, static: StaticGraph) -> None:
+def _replace(softmax: fx.Node, static: StaticGraph, used: dict[str, torch.Tensor | None]) -> None:
     value = softmax.meta["val"]
     if args_of(softmax)[1] not in (-1, value.dim() - 1) or value.dim() not in (3, 4):
         raise UnknownScores
@@ -97,7 +101,7 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
         options: dict[str, Any] = {"slot": 0, "mask": rule, "scale": scores.scale}
         if scores.softcap is not None:
             options["softcap"] = scores.softcap
-        options |= _bias(graph, biases, heads)
+        options |= _bias(graph, scores, biases, heads, used)
         out = graph.call_function(ops.attention, (q, k, v, _context(graph)), options)
         batch, length = q.meta["val"].shape[0], q.meta["val"].shape[2]
         out.meta["val"] = q.meta["val"].new_empty(batch, heads, length, v.meta["val"].shape[-1])
@@ -128,8 +132,18 @@ def _weighted(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:
 # --- biases --------------------------------------------------------------------------------------------------------
 
 
-def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> dict[str, Any]:
-    """The option `bias`: the sum of the terms, each [1 or B, 1 or H, 1 or S, T]; none without terms."""
+def _bias(
+    graph: fx.Graph, scores: Scores, terms: Sequence[Term], heads: int, used: dict[str, torch.Tensor | None]
+) -> dict[str, Any]:
+    """The options `slopes` and `bias`: the latter is the sum of the terms that are none of the former, each [1 or B, 1
+    or H, 1 or S, T]; neither without terms."""
+    slopes, terms = scores.slopes(terms, heads)
+    options: dict[str, Any] = {}
+    if slopes is not None:
+        name = next(n for n in _slope_names() if n not in used)
+        used[name] = slopes
+        options["slopes"] = graph.get_attr(name)
+        options["slopes"].meta["val"] = slopes
     total: fx.Node | None = None
     for term in terms:
         node, value = term.node, term.node.meta["val"]
@@ -138,7 +152,11 @@ def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> dict[str, Any]:
         if term.factor != 1.0:
             node = computed(graph, aten.mul.Tensor, node, term.factor)
         total = node if total is None else computed(graph, aten.add.Tensor, total, node)
-    return {} if total is None else {"bias": total}
+    return options if total is None else {**options, "bias": total}
+
+
+def _slope_names() -> Iterator[str]:
+    yield from ("slopes" if i == 0 else f"slopes_{i}" for i in itertools.count())
 
 
 # --- heads ---------------------------------------------------------------------------------------------------------

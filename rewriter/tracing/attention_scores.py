@@ -8,7 +8,7 @@ becomes a MaskSpec; everything else is a position bias.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from rewriter.ir import args_of
 from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.ir.ops import MaskSpec
 from rewriter.tracing.masks import HIDDEN, StaticGraph, seen_by
+
+_SLOPE_LENGTHS = (100, 5)  # at which a bias is looked at
 
 
 class UnknownScores(Exception):
@@ -170,6 +172,41 @@ class Scores:
             raise UnknownScores
         source = args_of(inner)[0]
         return source if isinstance(source, fx.Node) else None
+
+    def slopes(self, biases: Sequence[Term], heads: int) -> tuple[torch.Tensor | None, list[Term]]:
+        """(what `biases` add per step of distance, [heads], the others of them).
+
+        A bias that grows by the same amount from key to key is such a one in any row: a number that is added to all
+        scores of a query changes no weight.
+        """
+        total, others = torch.zeros(heads), []
+        for term in biases:
+            slopes = self._slopes(term, heads)
+            if slopes is None:
+                others.append(term)
+            else:
+                total = total + slopes
+        return (None if len(others) == len(biases) else total), others
+
+    def _slopes(self, term: Term, heads: int) -> torch.Tensor | None:
+        value = self.static.of(term.node)
+        if value is None:
+            return None
+        found = []
+        for length in _SLOPE_LENGTHS:
+            grid = value.evaluate(length, MaskSpec("bidirectional")).float() * term.factor
+            grid = grid[0] if grid.dim() == 4 and len(grid) == 1 else grid
+            if grid.dim() != 3 or len(grid) not in (1, heads) or grid.shape[1:] not in ((1, length), (length, length)):
+                return None
+            steps = (grid[..., -1:] - grid[..., :1]) / (length - 1)  # [H or 1, S or 1, 1]
+            line = grid[..., :1] + steps * torch.arange(length)
+            if not torch.allclose(grid, line, rtol=1e-5, atol=1e-5 * float(steps.abs().max())):
+                return None
+            if not torch.allclose(steps, steps[:, :1].expand_as(steps), rtol=1e-5, atol=0.0):
+                return None
+            found.append(steps[:, 0, 0].expand(heads))
+        long, short = found
+        return long if torch.allclose(long, short, rtol=1e-5, atol=0.0) else None
 
     def rule(self) -> tuple[MaskSpec, list[Term]]:
         """(what may be seen, the terms that are biases). Raises UnknownScores where MaskSpec has no such rule."""

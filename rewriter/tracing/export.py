@@ -170,7 +170,7 @@ class BodyTracer:
                 drop_dead_nodes(graph)
             inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"]
             known = {n: s for n, t in zip(inputs, tensors, strict=True) if (s := static(t)) is not None}
-            recognise(graph, self.static_graph(graph, used, f"{path}.", known))
+            recognise(graph, self.static_graph(graph, used, f"{path}.", known), used)
             join_pieces(graph, children)
         for node in graph.nodes:
             if node.op == "call_module" and isinstance(child := children[str(node.target)], Body):

@@ -170,8 +170,9 @@ class _Cleaner:
         return self._emit(node, target, (args[0], shape))
 
     def _attention(self, node: fx.Node, args: Any) -> fx.Node:
-        q, k, v, sinks, bias, spec = args
-        extra = {key: value for key, value in (("sinks", sinks), ("bias", bias)) if value is not None}
+        q, k, v, sinks, bias, keys, spec = args
+        given = {"sinks": sinks, "bias": bias, "keys": keys}
+        extra = {key: value for key, value in given.items() if value is not None}
         keywords = {"slot": next(self.slot), "mask": ops.MaskSpec("bidirectional"), **json.loads(spec), **extra}
         out = self._emit(node, ops.attention, (q, k, v, self.ctx), keywords)
         out.meta["val"] = node.meta["val"].transpose(1, 2)

@@ -36,7 +36,9 @@ LIFTED = "rewriter_lifted"
 
 _library = torch.library.Library("rewriter_trace", "DEF")
 _library.define("call(Tensor[] inputs, str key) -> Tensor[]")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? bias, str spec) -> Tensor")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? bias, Tensor? keys, str spec) -> Tensor"
+)
 
 _calls: ContextVar[dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]] = ContextVar("calls")
 
@@ -48,7 +50,9 @@ def _call(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
 
 
 @torch.library.register_fake("rewriter_trace::attention", lib=_library)
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, bias: Any, spec: str) -> torch.Tensor:
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, bias: Any, keys: Any, spec: str
+) -> torch.Tensor:
     batch, heads, length, _ = q.shape
     return q.new_empty(batch, length, heads, v.shape[-1])
 
@@ -76,12 +80,14 @@ def lifted_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     position_ids: Any = None,
+    indices: torch.Tensor | None = None,
     **unknown: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' AttentionInterface, recorded as one operator. Takes BHSD, returns BSHD.
 
-    `sliding_window` repeats what the mask already says (flash kernels need it), `position_ids` is for packed sequences.
-    Any keyword that could change the result and is not known here is refused.
+    `indices` [B, S, n] are the keys that each query may see, where an indexer chose some. `sliding_window` repeats what
+    the mask already says (flash kernels need it), `position_ids` is for packed sequences. Any keyword that could change
+    the result and is not known here is refused.
     """
     unknown = {k: v for k, v in unknown.items() if v is not None and v is not False and k not in _INERT_KEYWORDS}
     if unknown:
@@ -102,7 +108,7 @@ def lifted_attention(
             "that transformers' mask functions made. Its attention cannot be traced."
         )
     spec = {"scale": float(scale), "softcap": softcap}
-    out = torch.ops.rewriter_trace.attention(query, key, value, s_aux, attention_mask, json.dumps(spec))
+    out = torch.ops.rewriter_trace.attention(query, key, value, s_aux, attention_mask, indices, json.dumps(spec))
     return out, None
 
 

@@ -18,7 +18,7 @@ Check = Callable[[str], Coverage]
 """Everything about one type; must be importable by name in another process."""
 
 # What every check imports. The processes are forked from one that has it already, which costs milliseconds.
-PRELOADED = ("rewriter.check.coverage.check", "transformers.models.auto.modeling_auto")
+PRELOADED = ("rewriter.check.coverage.check", "rewriter.convert.main_job", "transformers.models.auto.modeling_auto")
 # A process starts a server of its own for the ranks of the main job, which imports for seconds: it serves many types,
 # but not all, since what they leave in memory adds up.
 TYPES_PER_PROCESS = 16

@@ -21,7 +21,7 @@ from rewriter.emit.module.wiring import Wiring, previous
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.python_source import UniqueNames, assignment, attribute, broken, literal
 from rewriter.emit.statements import StatementPrinter
-from rewriter.ir import Body, Opaque, Program, args_of, ops, walk_modules
+from rewriter.ir import Body, Opaque, Program, args_of, ops, parameters_of, walk_modules
 from rewriter.ir.absolute_positions import counts_tokens
 from rewriter.ir.marks import in_stream
 from rewriter.ir.phases import has_both_phases, prompt_phase
@@ -158,8 +158,12 @@ class _Emitter:
         if self.plan is not None:
             lines.append(f"        self.sequence = SequenceAxis(mesh, {_plan(self.plan)})")
         lines += made
+        held = {f"{path}.{name}" for path, m in self.program.modules.items() for name, _ in parameters_of(m)}
         for alias, canonical in self.program.ties.items():
-            lines.append(f"        {assignment(alias, attribute(canonical))}")
+            if canonical in held:
+                lines.append(f"        {assignment(alias, attribute(canonical))}")
+            else:  # a parameter that no module of the graph holds has the one that does, which is its alias
+                lines.append(f"        {assignment(canonical, attribute(alias))}")
         for method, wiring in {**self.wirings, **self.partial}.items():
             mixed, inputs = has_both_phases(wiring.program), ["input_ids", "position_ids"]
             name = f"compute_{'mixed' if mixed else method}".rstrip("_")
@@ -313,8 +317,8 @@ _RUNTIME_NAMES = (
     "PerRankLinear", "PromptPhase", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis",
     "SequencePlan", "Shared", "SlotSpec", "StateSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce",
     "all_reduce_start", "all_reduce_wait", "attention", "causal_conv", "copy_to_group", "delta_rule", "experts", "fork",
-    "gather_tokens", "last_tokens", "linear_scan", "own_ranges", "own_shard", "repeat_shard", "selective_scan",
-    "shard_tokens", "shared_gradient", "state_space", "store_keys", "vocab_embedding",
+    "gather_tokens", "last_tokens", "linear_scan", "own_ranges", "own_shard", "remember", "repeat_shard",
+    "selective_scan", "shard_tokens", "shared_gradient", "state_space", "store_keys", "top_keys", "vocab_embedding",
 )  # fmt: skip
 
 

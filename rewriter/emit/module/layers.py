@@ -195,9 +195,11 @@ def cache_slots(child: Module) -> list[str]:
         if node.target is ops.attention:
             k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
             heads = marks(node).local_kv_heads or reduced_shape(k)[1]
-            mask = node.kwargs["mask"]
-            window = f", window={mask.cached}" if mask.cached is not None else ""
+            cached = None if "keys" in node.kwargs else node.kwargs["mask"].cached  # places count from the first token
+            window = f", window={cached}" if cached is not None else ""
             slots.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
+        elif node.target is ops.remember:
+            slots.append(f"SlotSpec(1, {reduced_shape(value_of(node))[-1]}, 0)")
         elif node.target in ops.RECURRENT:
             state = state_of(node)
             slots.append(f"StateSpec({state.shape}, fp32={state.fp32})")

@@ -168,7 +168,7 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
 def _place_attention(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
     if node not in state.sharded:
         return
-    state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
+    state.copy_to_group(node, *(n for n in inputs if n not in state.sharded and value_of(n).is_floating_point()))
     _split_bias(state, node)
     mark(node, local_q_heads=held(state.sharded[node][1]))
     if (keys := args_of(node)[1]) in state.sharded:
@@ -177,16 +177,17 @@ def _place_attention(state: PlacementState, node: fx.Node, inputs: Collection[fx
 
 def _split_bias(state: PlacementState, node: fx.Node) -> None:
     """Each rank adds the part of a position bias that is for its own heads."""
-    bias = node.kwargs.get("bias")
-    if not isinstance(bias, fx.Node) or bias in state.sharded or value_of(bias).dim() < 3:
-        return
-    dim = value_of(bias).dim() - 3
-    if value_of(bias).shape[dim] != reduced_shape(value_of(node))[1]:
-        return  # one for all heads
-    with state.graph.inserting_before(node):
-        own = state.graph.call_function(ops.own_shard, (bias, AXIS, dim))
-    own.meta["val"] = value_of(bias).narrow(dim, 0, value_of(bias).shape[dim] // state.ranks)
-    node.kwargs = {**node.kwargs, "bias": own}
+    for name, behind in (("bias", 2), ("slopes", 0)):  # dimensions behind that of the heads
+        bias = node.kwargs.get(name)
+        if not isinstance(bias, fx.Node) or bias in state.sharded or value_of(bias).dim() <= behind:
+            continue
+        dim = value_of(bias).dim() - 1 - behind
+        if value_of(bias).shape[dim] != reduced_shape(value_of(node))[1]:
+            continue  # one for all heads
+        with state.graph.inserting_before(node):
+            own = state.graph.call_function(ops.own_shard, (bias, AXIS, dim))
+        own.meta["val"] = value_of(bias).narrow(dim, 0, value_of(bias).shape[dim] // state.ranks)
+        node.kwargs = {**node.kwargs, name: own}
 
 
 def _take_own(state: PlacementState, node: fx.Node) -> None:

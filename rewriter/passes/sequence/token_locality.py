@@ -112,6 +112,8 @@ class _Follower:
             return attended(*args[:3])
         if target in ops.RECURRENT:
             raise Mixed("carries a state from token to token")
+        if target in (ops.remember, ops.top_keys):
+            raise Mixed("chooses keys among those of all tokens")
         if target is ops.experts:
             return chosen_experts(*args[:3])
         if target is aten.sym_size.int or target == "size":

@@ -33,22 +33,26 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    slopes: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` and `ctx` show; returns o [B, H, S, E] in q's dtype.
 
     q, k and v are those of the S new tokens; query head h reads key/value head h // (H / K). With `ctx.cache` they
     are stored under `slot` and the earlier ones are seen too. `softcap` c replaces scores by c · tanh(scores / c);
     `sinks` [H] adds a logit per head that takes probability and returns nothing; `bias` broadcasts to [B, H, S, T], T
-    the keys in view. Padding (the first `ctx.first_valid` positions of a row) is never seen, except by itself, so
-    that no row is empty and none gives NaN. A token sees those of its own segment, where `ctx.segment_ids` has any.
+    the keys in view; `slopes` [H] adds slope · (t − s) for a query at s and a key at t; of `keys` int64 [B, S,
+    n], as `top_keys` gives them, a query sees no others. Padding (the first `ctx.first_valid` positions of a row) is
+    never seen, except by itself, so that no row is empty and none gives NaN. A token sees those of its own segment,
+    where `ctx.segment_ids` has any.
 
     With `ctx.shards` the S tokens are those that this rank holds, with a SequenceCache after a prompt they are the new
     ones on every rank, and keys of all ranks are seen. Raises RewriterError for a bias that does not fit the keys in
-    view, and for a bias or softcap where other ranks hold keys.
+    view, and for a bias, slopes, chosen keys or softcap where other ranks hold keys.
     """
     if ctx.shards is not None or isinstance(ctx.cache, SequenceCache):
-        if softcap is not None or bias is not None:
-            what = "softcap" if bias is None else "position bias"
+        given = {"softcap": softcap, "position bias": bias if slopes is None else slopes, "choice of keys": keys}
+        if what := next((name for name, value in given.items() if value is not None), None):
             raise RewriterError(
                 f"attention: slot {slot!r} has a {what}, but attention over tokens of several ranks has none. Rewrite "
                 "without --sp"
@@ -57,28 +61,35 @@ def attention(
     positions: Tensor | None = None
     if ctx.cache is not None:
         follows = ctx.position is not None and q_BHSD.shape[2] == 1
-        if follows and bias is None and without_masks(q_BHSD):
+        if follows and bias is None and slopes is None and keys is None and without_masks(q_BHSD):
             return _one_token(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, softcap, sinks)
         k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
-    queries, keys = q_BHSD.shape[2], k_BKSD.shape[2]
+    queries, length = q_BHSD.shape[2], k_BKSD.shape[2]
     if bias is not None and ctx.cache is not None:  # it was computed for the tokens of this call
         raise RewriterError(
-            f"attention: slot {slot!r} has a bias for {bias.shape[-1]} keys, but {keys} are in view. A position bias "
+            f"attention: slot {slot!r} has a bias for {bias.shape[-1]} keys, but {length} are in view. A position bias "
             "cannot be used with a key/value cache yet: generate without one"
         )
     explicit = softcap is not None or sinks is not None
-    everything = positions is None and ctx.first_valid is None and ctx.segment_ids is None
+    everything = positions is None and ctx.first_valid is None and ctx.segment_ids is None and keys is None
+    if slopes is not None:
+        bias = _by_distance(slopes, ctx, positions, queries)
     if everything and not explicit and bias is None:
         causal = mask.causal if queries > 1 else False  # a bool where the number is symbolic
         if not causal or mask.unbounded(queries):
             return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, causal, scale)
-    if ctx.fills and not explicit and ctx.first_valid is None and mask.causal and mask.unbounded(keys):
-        before = keys - queries  # kernels leave out what a causal mask hides where queries are as many as keys
+    plain = not explicit and bias is None and keys is None and ctx.first_valid is None
+    if ctx.fills and plain and mask.causal and mask.unbounded(length):
+        before = length - queries  # kernels leave out what a causal mask hides where queries are as many as keys
         return _sdpa(F.pad(q_BHSD, (0, 0, before, 0)), k_BKSD, v_BKSE, None, True, scale)[:, :, before:]
-    visible = _visible(mask, ctx, positions, queries, q_BHSD.device)
+    s, t = places(ctx, positions, queries, q_BHSD.device)
+    seen = visible(mask, ctx, s, t)
+    if keys is not None and keys.shape[2] < length:
+        chosen = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device)
+        seen = seen & chosen.scatter(2, keys, True)[:, None]
     if explicit:
-        return _explicit(q_BHSD, k_BKSD, v_BKSE, visible, scale, softcap, sinks, bias)
-    added = visible if bias is None else torch.where(visible, bias.to(q_BHSD.dtype), float("-inf"))
+        return _explicit(q_BHSD, k_BKSD, v_BKSE, seen, scale, softcap, sinks, bias)
+    added = seen if bias is None else torch.where(seen, bias.to(q_BHSD.dtype), float("-inf"))
     return _sdpa(q_BHSD, k_BKSD, v_BKSE, added, False, scale)
 
 
@@ -150,10 +161,10 @@ def _over_ranks(
         return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
     if cache is None or ctx.position is None:
         raise _without_axis()
-    k_BKTD, v_BKTE, places = cache.append(slot, k_BKSD, v_BKSE, ctx.position)
+    k_BKTD, v_BKTE, stored = cache.append(slot, k_BKSD, v_BKSE, ctx.position)
     s = ctx.position + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
-    visible = _stored_visible(mask, ctx, s, places)
-    return decode_over_ranks(q_BHSD, k_BKTD, v_BKTE, visible, cache.axis.key, scale=scale, sinks=sinks)
+    seen = _stored_visible(mask, ctx, s, stored)
+    return decode_over_ranks(q_BHSD, k_BKTD, v_BKTE, seen, cache.axis.key, scale=scale, sinks=sinks)
 
 
 def _without_axis() -> RewriterError:
@@ -163,13 +174,24 @@ def _without_axis() -> RewriterError:
     )
 
 
-def _visible(mask: MaskSpec, ctx: Context, positions: Tensor | None, queries: int, device: torch.device) -> Tensor:
-    """Boolean [B or 1, 1, S, T]. Computed from position tensors alone, so one compiled graph serves every decode
-    step."""
+def places(ctx: Context, positions: Tensor | None, queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [S] and [T]: where queries and keys stand, padding counted; `positions` are the keys', None for the
+    queries' own."""
     s = torch.arange(queries, device=device)
     if ctx.position is not None:
         s = s + ctx.position
-    t = s if positions is None else positions
+    return s, s if positions is None else positions
+
+
+def _by_distance(slopes_H: Tensor, ctx: Context, positions: Tensor | None, queries: int) -> Tensor:
+    """slope · (t − s), fp32 [1, H, S, T]. Padding and segments shift both alike."""
+    s, t = places(ctx, positions, queries, slopes_H.device)
+    return (slopes_H[:, None, None] * (t - s[:, None]))[None]
+
+
+def visible(mask: MaskSpec, ctx: Context, s: Tensor, t: Tensor) -> Tensor:
+    """Boolean [B or 1, 1, S, T]. Computed from position tensors alone, so one compiled graph serves every decode
+    step."""
     seen = _stored_visible(mask, ctx, s, t) if ctx.segment_ids is None else _in_segments(mask, ctx, ctx.segment_ids, s)
     return seen | (s[:, None] == t)
 

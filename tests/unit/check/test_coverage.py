@@ -15,9 +15,10 @@ from rewriter.check.coverage import check as check_module
 from rewriter.check.coverage import pool
 from rewriter.check.coverage.check import check
 from rewriter.check.coverage.configs import oddities, registered_types, small_config
-from rewriter.check.coverage.report import CHECKS, Coverage
+from rewriter.check.coverage.report import CHECKS, PARTS, Coverage
 from rewriter.check.random_model import build_model
 from rewriter.cli import main
+from rewriter.convert import main_job
 from rewriter.ir import Body, Program
 from rewriter.tracing import per_head, trace
 from rewriter.tracing.meta_model import build_skeleton
@@ -34,8 +35,10 @@ coverage_pages = load_module("coverage_pages", ROOT / "tools/docs/coverage_pages
 @pytest.mark.fast("llama")
 def test_what_the_product_promises_holds_for_a_type(model_type: str) -> None:
     row = check(model_type)
-    assert all(getattr(row, name) for name in CHECKS), row.reason
+    assert all(getattr(row, name) for name in PARTS), row.reason
     assert row.reason is None
+    assert row.split is not None
+    assert 0.97 < row.split < 1  # all but norms, and the biases of rows
     assert row.reductions == 8
     assert row.stream
     assert row.blocks == (4 if model_type == "gpt_neox" else 8)
@@ -103,7 +106,7 @@ def test_a_wrong_trace_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "trace", faulty)
     row = check("llama")
     assert row.wrong == ["traces"]
-    assert not any(getattr(row, name) for name in CHECKS if name != "builds")
+    assert not any(getattr(row, name) for name in PARTS if name != "builds")
     assert row.reasons["traces"].startswith("WRONG: the traced program differs at")
 
 
@@ -118,6 +121,36 @@ def test_a_refusal_names_the_line_of_the_model_that_stopped_it(monkeypatch: pyte
     assert not row.traces
     assert not row.wrong
     assert (row.reason or "").startswith("traces: RuntimeError: needs values (llama/modeling_llama.py:")
+
+
+# The main job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "bart", "llama4_text", "bloom", "deepseek_v32", "roberta"])
+def test_the_main_job_ends_with_the_tokens_of_transformers(model_type: str) -> None:
+    row = main_job.check_main_job(model_type)
+    assert row.main_job, row.reason
+    assert not row.wrong
+    if model_type in ("bart", "roberta"):
+        assert row.reasons["main_job_ladder"].startswith("no residual stream")
+    else:
+        assert row.main_job_ladder, row.reason
+
+
+@pytest.mark.slow
+def test_wrong_text_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module whose text is another model's, and one that is right only where rows are not padded."""
+    right = main_job._tokens_of_ranks
+
+    def other(*args: Any) -> Any:
+        made = right(*args)
+        return made | {"padded": [[row[0], *row[:-1]] for row in made["padded"]]}
+
+    monkeypatch.setattr(main_job, "_tokens_of_ranks", other)
+    row = main_job.check_main_job("llama")
+    assert row.wrong == ["main_job", "main_job_ladder"]
+    assert row.reasons["main_job"].startswith("WRONG: token 2 after a prompt of 21, padded by 0")
 
 
 # A process per type
@@ -171,8 +204,8 @@ def test_nearly_every_registered_type_builds() -> None:
 
 
 def rows() -> list[Coverage]:
-    good = Coverage("good", *[True] * len(CHECKS), stream=True, blocks=8)
-    refused = Coverage("refused", builds=True, reasons=dict.fromkeys(CHECKS[1:], "its mask needs_values | *here*"))
+    good = Coverage("good", *[True] * len(CHECKS), split=0.998, stream=True, blocks=8)
+    refused = Coverage("refused", builds=True, reasons=dict.fromkeys(PARTS[1:], "its mask needs_values | *here*"))
     return [good, refused]
 
 
@@ -205,7 +238,9 @@ def test_the_pages_have_totals_reasons_and_variants() -> None:
     held, stopped = kind("held", variants={"a=True": ""}), kind("stopped", variants={"b=True": "tp2: no"})
     page, reasons = coverage_pages.pages([*rows(), held, stopped]).values()
     assert "| ladder | 1 |" in page
-    assert "| good | yes | yes | yes | yes | yes | yes | yes | 8 |" in page
+    assert "| good | yes | yes | 99 % | yes | yes | yes | yes | yes | yes | yes | 8 |" in page
+    assert "--tp 2` works on 1 of 4 types**" in page
+    assert "1 of the 1\ntypes split 90 % or more, 0 less than half" in page
     assert "- **refused**: traces, ladder, tp2, tp4, desync, emitted: its mask needs\\_values \\| \\*here\\*" in reasons
     assert "Wrong: none." in page
     assert "2 switches of 2 types" in page
