@@ -26,7 +26,7 @@ from rewriter.tracing.interception import lifted_interfaces
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.model_errors import refused
-from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
+from rewriter.tracing.parameters import beside_text, checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
@@ -77,10 +77,19 @@ def trace_skeleton(
             full = f"{module_path}.{name}"
             if full not in ties:
                 parameters[full] = Parameter(shape, expressions.get(full))
+    beside = beside_text(skeleton.model)
+    ties = {alias: canonical for alias, canonical in ties.items() if alias not in beside or canonical not in beside}
     for alias, canonical in ties.items():
         shape = tuple(skeleton.model.get_parameter(alias).shape)
         parameters.setdefault(canonical, Parameter(shape, expressions.get(canonical)))
     lacking = [n for n, p in parameters.items() if n in skeleton.stored and p.expression is None]
+    unread = [n for n, p in parameters.items() if p.expression is None and n not in skeleton.stored]
+    if path is not None and unread:
+        raise RewriterError(
+            f"{unread[0]}: text passes through it, and a conversion of checkpoints that is not supported makes it. Load "
+            "the model with transformers and save it in its present form (save_pretrained with "
+            "save_original_format=False)."
+        )
     if path is not None and lacking:  # transformers would leave it at its initial value
         raise RewriterError(
             f"the checkpoint in {path} lacks {lacking[0]}, a buffer that {type(skeleton.model).__name__} computes "
