@@ -24,6 +24,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not named else AutoModelForImageTextToText
 
 
+def takes_images(architecture: str) -> bool:
+    """True if AutoModelForImageTextToText builds the class of that name for some type."""
+    return architecture in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+
+
 def has_class(model_type: Any) -> bool:
     """True if transformers has a class for a type that continues text, with or without images."""
     return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.huggingface.source_check import require_handed_on
 from rewriter.emit.huggingface.source_classes import require_importable
 from rewriter.emit.python_source import camel, free_name, identifier
+from rewriter.common.model_class import takes_images
 from rewriter.emit.wiring_config import BlockMode, layer_modes, wiring_config
 from rewriter.ir import Program, Source
 from rewriter.ir.phases import prompt_phase
@@ -76,6 +78,11 @@ def emit_as_wired(program: Program) -> HuggingFaceFiles:
     kinds, assignment = _kinds(program, rewired, bound)
     if not kinds and not bound:
         return plain
+    if source.base_class == source.architecture and (bound or prompt_phase(program) is not None):
+        raise RewriterError(
+            f"{source.architecture} has no base model that knows the whole config: its layers can be rewired, but "
+            "neither bound to ranks nor for the prompt alone. Choose a recipe of the ladder's kind"
+        )
     names = ModelNames(source)
     config = _own_config(source, names) | {"rewriter_layers": assignment} | wiring_config(rewired, bound)
     if bound:
@@ -124,6 +131,7 @@ def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
             "AutoConfig": f"{names.module}.{names.config}",
             "AutoModel": f"{names.module}.{names.base}",
             "AutoModelForCausalLM": f"{names.module}.{names.architecture}",
+            **({"AutoModelForImageTextToText": f"{names.module}.{names.architecture}"} if takes_images(source.architecture) else {}),
         },
         "model_type": names.model_type,
     }
