@@ -22,6 +22,7 @@ from rewriter.ir import LayerSource, Module, Parameter, Program, Source, paramet
 from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
+from rewriter.tracing.image_features import joined_layers
 from rewriter.tracing.interception import lifted_interfaces
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
@@ -143,6 +144,7 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         fp32=skeleton.fp32,
         by_length=by_length(model),
         renewed_after=renewed_after(model),
+        joined=joined_layers(model, skeleton.layers_path),
     )
 
 

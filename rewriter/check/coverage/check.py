@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from rewriter.check.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
@@ -32,6 +32,7 @@ from rewriter.check.shrunken_check import apply_passes, test_lengths
 from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import scratch_folder
+from rewriter.common.model_class import auto_class
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program, ops
@@ -51,6 +52,12 @@ def check(model_type: str, then: Callable[[Subject], None] = lambda subject: Non
     Raises nothing that a model or a rewrite may cause: that is in the result.
     """
     result = Coverage(model_type)
+    checked(result, Subject, then)
+    return result
+
+
+def checked(result: Coverage, kind: type[Subject], then: Callable[[Subject], None] = lambda subject: None) -> None:
+    """Fill in a row by everything that a kind of subjects tries."""
     begin = time.perf_counter()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -59,11 +66,10 @@ def check(model_type: str, then: Callable[[Subject], None] = lambda subject: Non
         torch.no_grad(),
         contextlib.suppress(Stopped),
     ):
-        subject = Subject(result, scratch)
-        subject.run()
+        subject = kind(result, scratch)
+        subject.try_all()
         then(subject)
     result.seconds = round(time.perf_counter() - begin, 2)
-    return result
 
 
 _Reference = Callable[[torch.Tensor], torch.Tensor]
@@ -81,10 +87,18 @@ class Subject:
         self.result, self.scratch, self.changes = result, scratch, changes
         self.source = scratch / "model"
 
+    def small_config(self) -> PreTrainedConfig:
+        """The config of the model that is tried."""
+        return small_config(self.result.type, self.changes)
+
+    def try_all(self) -> None:
+        """Make every check."""
+        self.run()
+
     def run(self, checks: Collection[str] = CHECKS) -> None:
         """Make these checks; "builds" and "traces" are needed by the others."""
         with self._check("builds", needed=True):
-            self.config = small_config(self.result.type, self.changes)
+            self.config = self.small_config()
             model = build_model(self.config)
         with self._check("traces", needed=True):
             self.model = self._checkpoint(model)
@@ -145,7 +159,7 @@ class Subject:
         model.save_pretrained(self.source)
         if type(model.config) is not type(self.config):  # the model is the inner one, the type the outer config's
             self.config.save_pretrained(self.source)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, **EAGER)
+        loaded: PreTrainedModel = auto_class(self.config).from_pretrained(self.source, **EAGER)
         return loaded.eval()
 
     def _require(
@@ -234,6 +248,7 @@ class Subject:
                 raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
         for ids, expected in zip(self.batches, self.rewritten_logits, strict=True):
             _require_equal(original_logits(model.eval(), ids), expected, EXACT, "the emitted checkpoint")
+        self.emitted = model
 
 
 def _ladder_logits(model: PreTrainedModel, layers: Collection[int], ids: torch.Tensor) -> torch.Tensor:

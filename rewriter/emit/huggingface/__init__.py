@@ -151,6 +151,8 @@ def _kinds(program: Program, rewired: Program, bound: bool) -> tuple[list[Printe
     kinds: list[PrintedKind] = []
     assignment = []
     for index, (layer, original) in enumerate(zip(print_layers(program), originals, strict=True)):
+        if index < source.joined and layer.packed[1]:
+            raise _features_between(source)
         touched = not layer.same_computation(original)
         if not touched and not any(layer.packed):
             assignment.append(standard_kinds(source)[source.layer_kinds[index]])
@@ -165,6 +167,16 @@ def _kinds(program: Program, rewired: Program, bound: bool) -> tuple[list[Printe
             kinds.append(kind)
         assignment.append(kind.name)
     return kinds, assignment
+
+
+def _features_between(source: Source) -> RewriterError:
+    where = "layer 0" if source.joined == 1 else f"layers 0 to {source.joined - 1}"
+    begin = source.joined + 1
+    step = f"The recipe may rewire layers from {begin} on" if begin < source.num_layers else "Choose another model"
+    return RewriterError(
+        f"{source.architecture} adds features of images to the residual stream behind {where}, and the recipe hands on "
+        f"more than the stream there, to which nothing would be added. {step}"
+    )
 
 
 def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: Sequence[BlockMode] | None) -> str:
