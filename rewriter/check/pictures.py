@@ -43,7 +43,7 @@ def picture(model: PreTrainedModel, seed: int = 0) -> Inputs:
         if bool(first.isfinite().all()) and relative_error(second, first) >= DIFFERENT:
             return inputs
         reasons.append("other pixels give the same logits")
-    tried = f"; the first of {len(reasons)}: {reasons[0]}" if reasons else ""
+    tried = f"; of {len(reasons)} tried, one said: {reasons[0]}" if reasons else ""
     raise RewriterError(
         f"{type(model).__name__}: no form of pixels was found that it takes{tried}. Give it a picture by its own "
         "processor, in transformers"
@@ -105,27 +105,37 @@ def _forms(model: PreTrainedModel) -> Iterator[Inputs]:
     rows, columns = 2 * sizes.merge, 4 * sizes.merge
     count = rows * columns
     grids = {"image_grid_thw": [[1, rows, columns]], "image_grid_hw": [[rows, columns]]}
+    beside = {"image_merge_sizes": torch.tensor([sizes.merge])} if "image_merge_sizes" in taken else {}
     if grid := next((name for name in grids if name in taken), None):
         for shape in _patches(count, channels, patch, sizes.frames):
-            yield {"pixel_values": torch.empty(shape), grid: torch.tensor(grids[grid])}
+            yield {"pixel_values": torch.empty(shape), grid: torch.tensor(grids[grid]), **beside}
+    row = torch.empty(1, count, channels * patch * patch)
     if "spatial_shapes" in taken:
         mask = torch.ones(1, count, dtype=torch.int64)
-        of = {"spatial_shapes": torch.tensor([[rows, columns]]), "pixel_attention_mask": mask}
-        yield {"pixel_values": torch.empty(1, count, channels * patch * patch), **of}
+        yield {"pixel_values": row, "spatial_shapes": torch.tensor([[rows, columns]]), "pixel_attention_mask": mask}
     if "image_position_ids" in taken:
         places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)[None]
-        yield {"pixel_values": torch.empty(1, count, channels * patch * patch), "image_position_ids": places}
+        yield {"pixel_values": row, "image_position_ids": places}
+    if "image_patches" in taken:
+        yield {"image_patches": row}
     if "target_sizes" in taken:
         target = torch.tensor([[rows, columns]])
         yield {"pixel_values": torch.empty(1, channels, patch, count * patch), "target_sizes": target}
-    size = {"image_sizes": torch.tensor([[side, side]])} if "image_sizes" in taken else {}
     for lead in ((1,), (1, 1), (1, 2), (1, 3), (1, 5), (2,), (5,)):
-        yield {"pixel_values": torch.empty(*lead, channels, side, side), **size}
+        whole = {"pixel_values": torch.empty(*lead, channels, side, side)}
+        if "high_res_pixel_values" in taken:
+            whole["high_res_pixel_values"] = torch.empty(*lead, channels, sizes.largest, sizes.largest)
+        yield whole
+        if "image_sizes" in taken:
+            yield whole | {"image_sizes": torch.tensor([[side, side]])}
+        if "pixel_attention_mask" in taken:
+            yield whole | {"pixel_attention_mask": torch.ones(*lead, side, side, dtype=torch.bool)}
 
 
 def _patches(count: int, channels: int, patch: int, frames: int) -> Iterator[tuple[int, ...]]:
     yield count, channels * frames * patch * patch
     yield count, channels * patch * patch
+    yield count, channels * 2 * patch * patch  # two frames of a video, where the config does not say so
     yield count, channels, patch, patch
 
 
@@ -137,6 +147,7 @@ class _Sizes:
         visual = [c for c in inner if c is not config.get_text_config() and self._of(c, "patch_size", "image_size")]
         self.configs = [*visual, config]
         self.side = self._first(_SIDE, "image_size")
+        self.largest = max((s for c in visual if (s := self._of(c, "image_size"))), default=self.side)
         self.patch = self._first(16, "patch_size")
         self.channels = self._first(3, "num_channels", "in_channels", "in_chans")
         self.frames = self._first(1, "temporal_patch_size")

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from rewriter.common.errors import RewriterError
 from rewriter.common.shrink_sizes import LAYERS, shrunken_sizes
 from rewriter.common.text_settings import without_quantization
-from rewriter.tracing.shrink_beside import fitted, shrunken_beside, tokens_inside
+from rewriter.tracing.shrink_beside import fitted, grids_inside, shrunken_beside, tokens_inside
 
 _LISTS_OF_LAYERS = (
     "mlp_only_layers", "moe_layers", "dense_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices",
@@ -112,7 +112,8 @@ def shrink(
     if inner is None:
         data = small | {name: value for name, value in data.items() if value is not table[name]}
     else:
-        data = fitted(data, table, small) | tokens_inside(table, small.get("vocab_size", 256)) | {inner: small}
+        data = fitted(data, table, small) | grids_inside(table)
+        data |= tokens_inside(table, small.get("vocab_size", 256)) | {inner: small}
     data = without_quantization(data)
     if "auto_map" not in data:
         data["_name_or_path"] = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rewriter.common.shrink_sizes import LAYERS, SMALL
+from rewriter.common.shrink_sizes import LAYERS, SMALL, WINDOWS
 from rewriter.common.text_settings import special_tokens
 
 TOWER_DEPTH = 2
@@ -43,10 +43,21 @@ def fitted(small: dict[str, Any], real: Mapping[str, Any], text: Mapping[str, An
         if "embed_dim" in real and "hidden_size" in real and "mlp_ratio" in real:  # the tower's own width is the first
             small["hidden_size"] = width
     small |= {name: min(real[name], SMALL[name]) for name in _PER_IMAGE if isinstance(real.get(name), int)}
+    small |= {name: real[name] for name in WINDOWS if "text_config" not in real and isinstance(real.get(name), int)}
     for name in _OF_TOWER:
         if isinstance(given := real.get(name), (list, tuple)):
             small[name] = list(dict.fromkeys(max(-TOWER_DEPTH, min(layer, TOWER_DEPTH - 1)) for layer in given))
     return small
+
+
+def grids_inside(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of pictures that a config around a tower lists, as many of the small tower's images as of the real."""
+    sides = [side for v in table.values() if isinstance(v, dict) and isinstance(side := v.get("image_size"), int)]
+    grids = table.get("image_grid_pinpoints")
+    if not sides or not isinstance(grids, (list, tuple)):
+        return {}
+    small = min(sides[0], SMALL["image_size"])
+    return {"image_grid_pinpoints": [[max(size // sides[0], 1) * small for size in grid] for grid in grids]}
 
 
 def tokens_inside(table: Mapping[str, Any], vocabulary: int) -> dict[str, int]:
