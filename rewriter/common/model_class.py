@@ -21,7 +21,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
     if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return AutoModelForCausalLM
     named = (config.architectures or [None])[0] == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
-    return AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not named else AutoModelForImageTextToText
+    return (
+        AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not named else AutoModelForImageTextToText
+    )
 
 
 def takes_images(architecture: str) -> bool:

@@ -101,7 +101,9 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> d
     new |= {n: min(data[n], 4) for n in _integers(data, EXPERTS)}
     new |= {n: min(data[n], 2) for n in _integers(data, PICKED_EXPERTS)}
     new |= {n: min(data[n], size) for n, size in SMALL.items() if n in _integers(data, SMALL)}
-    new |= {n: [min(size, SMALL[n]) for size in data[n]] for n in ("image_size",) if isinstance(data.get(n), (list, tuple))}
+    new |= {
+        n: [min(size, SMALL[n]) for size in data[n]] for n in ("image_size",) if isinstance(data.get(n), (list, tuple))
+    }
     new |= dict.fromkeys(_integers(data, HEAD_SIZES), head_size)
     if isinstance(data.get("qk_rope_head_dim"), int):
         new |= {n: min(data[n], size) for n, size in LATENT.items() if isinstance(data.get(n), int)}

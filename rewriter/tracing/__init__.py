@@ -87,9 +87,8 @@ def trace_skeleton(
     unread = [n for n, p in parameters.items() if p.expression is None and n not in skeleton.stored]
     if path is not None and unread:
         raise RewriterError(
-            f"{unread[0]}: text passes through it, and a conversion of checkpoints that is not supported makes it. Load "
-            "the model with transformers and save it in its present form (save_pretrained with "
-            "save_original_format=False)."
+            f"{unread[0]}: text passes through it, and a conversion of checkpoints that is not supported makes it. "
+            "Load and save the model with transformers once: save_pretrained(…, save_original_format=False)."
         )
     if path is not None and lacking:  # transformers would leave it at its initial value
         raise RewriterError(

@@ -25,7 +25,7 @@ def joined_layers(model: PreTrainedModel, layers_path: str) -> int:
     if not _joins(model.get_submodule(layers_path.rpartition(".")[0])):
         return 0
     given = [len(value) for name, value in _settings(model.config.to_dict()) if "deepstack" in name]
-    return max(given, default=len(model.get_submodule(layers_path)))  # type: ignore[arg-type]
+    return max(given, default=len(model.get_submodule(layers_path)))
 
 
 def _joins(decoder: nn.Module) -> bool:

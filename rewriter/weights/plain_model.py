@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import modeling_auto
 
 # E2M1, by its four bits (OCP Microscaling Formats 1.0, section 5.3.3): sign, exponent, mantissa

@@ -5,10 +5,7 @@ The config is the type's real one, with its towers and the class that its checkp
 
 from __future__ import annotations
 
-import functools
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
@@ -80,4 +77,6 @@ class ImageSubject(Subject):
         layers = {index for index, kind in enumerate(self.emitted.config.rewriter_layers) if kind.startswith("ladder")}
         reference = PerRankReference(self.model, dict.fromkeys(layers, LayerMode("ladder")), 1)
         expected = reference(**inputs)
-        _require_equal(self.emitted(**inputs, use_cache=False).logits, expected, EXACT, "with a picture, what is emitted")
+        _require_equal(
+            self.emitted(**inputs, use_cache=False).logits, expected, EXACT, "with a picture, what is emitted"
+        )

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.model_class import takes_images
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.huggingface.source_check import require_handed_on
 from rewriter.emit.huggingface.source_classes import require_importable
 from rewriter.emit.python_source import camel, free_name, identifier
-from rewriter.common.model_class import takes_images
 from rewriter.emit.wiring_config import BlockMode, layer_modes, wiring_config
 from rewriter.ir import Program, Source
 from rewriter.ir.phases import prompt_phase
@@ -131,7 +131,11 @@ def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
             "AutoConfig": f"{names.module}.{names.config}",
             "AutoModel": f"{names.module}.{names.base}",
             "AutoModelForCausalLM": f"{names.module}.{names.architecture}",
-            **({"AutoModelForImageTextToText": f"{names.module}.{names.architecture}"} if takes_images(source.architecture) else {}),
+            **(
+                {"AutoModelForImageTextToText": f"{names.module}.{names.architecture}"}
+                if takes_images(source.architecture)
+                else {}
+            ),
         },
         "model_type": names.model_type,
     }
