@@ -129,11 +129,21 @@ def adapt(
     )  # fmt: skip
 
 
-def verify(directory: str | os.PathLike[str], context: RunContext = RunContext()) -> dict[str, Any]:
-    """Check a written output again: hashes, golden logits, real ranks. Raises VerificationError where it differs."""
+def verify(
+    directory: str | os.PathLike[str], context: RunContext = RunContext(), *, images: bool = False
+) -> dict[str, Any]:
+    """Check a written output again: hashes, golden logits, real ranks. Raises VerificationError where it differs.
+
+    With `images` also one random picture, by the adapted checkpoint and by hooks on the model that it was made of.
+    """
     from rewriter.check.saved_output import verify
 
-    return verify(directory, context)
+    table = verify(directory, context)
+    if images:
+        from rewriter.convert.picture_check import check_picture
+
+        table |= check_picture(Path(directory), context).figures()
+    return table
 
 
 def diff(

@@ -41,7 +41,7 @@ def hashes(directory: Path) -> dict[str, str]:
     found = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 raw = opened.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes()
                 found[name] = hashlib.sha256(raw).hexdigest()
     return found
@@ -144,7 +144,7 @@ def test_adapting_by_text_leaves_the_tower_alone(family: str, tmp_path: Path) ->
 
 
 def test_a_tower_that_is_rewired_instead_of_the_text_shows(tmp_path: Path) -> None:
-    """The tower is as deep as the text. The generated file refuses its layers, and hooks tell them where it does not."""
+    """The tower is as deep as the text. The generated file refuses its layers, and hooks tell them else."""
     place, target = converted("gemma3", torch.float32)
     faulty = tmp_path / "faulty"
     shutil.copytree(target, faulty)
