@@ -22,6 +22,7 @@ from rewriter.ir import LayerSource, Module, Parameter, Program, Source, paramet
 from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
+from rewriter.tracing.image_features import joined_layers
 from rewriter.tracing.interception import lifted_interfaces
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
@@ -81,6 +82,12 @@ def trace_skeleton(
         if name not in ties
     }
     lacking = [n for n, p in parameters.items() if n in skeleton.stored and p.expression is None]
+    unread = [n for n, p in parameters.items() if p.expression is None and n not in skeleton.stored]
+    if path is not None and unread:
+        raise RewriterError(
+            f"{unread[0]}: text passes through it, and a conversion of checkpoints that is not supported makes it. "
+            "Load and save the model with transformers once: save_pretrained(…, save_original_format=False)."
+        )
     if path is not None and lacking:  # transformers would leave it at its initial value
         raise RewriterError(
             f"the checkpoint in {path} lacks {lacking[0]}, a buffer that {type(skeleton.model).__name__} computes "
@@ -143,6 +150,7 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         fp32=skeleton.fp32,
         by_length=by_length(model),
         renewed_after=renewed_after(model),
+        joined=joined_layers(model, skeleton.layers_path),
     )
 
 

@@ -13,8 +13,6 @@ from oracles import relative_error
 from programs import runtime_case, tensor_parallel
 from ranks import run_ranks
 
-from rewriter.passes import available
-
 as_on_a_gpu = decode_steps.as_on_a_gpu
 MERGE, OVERLAP = ("merge_reductions", {}), ("overlap", {})
 FAST = ("qwen3_next", "nemotron_h")  # a delta rule and a state space, one layer with both in turns; others are slow
