@@ -129,11 +129,21 @@ def adapt(
     )  # fmt: skip
 
 
-def verify(directory: str | os.PathLike[str], context: RunContext = RunContext()) -> dict[str, Any]:
-    """Check a written output again: hashes, golden logits, real ranks. Raises VerificationError where it differs."""
+def verify(
+    directory: str | os.PathLike[str], context: RunContext = RunContext(), *, images: bool = False
+) -> dict[str, Any]:
+    """Check a written output again: hashes, golden logits, real ranks. Raises VerificationError where it differs.
+
+    With `images` also one random picture, by the adapted checkpoint and by hooks on the model that it was made of.
+    """
     from rewriter.check.saved_output import verify
 
-    return verify(directory, context)
+    table = verify(directory, context)
+    if images:
+        from rewriter.convert.picture_check import check_picture
+
+        table |= check_picture(Path(directory), context).figures()
+    return table
 
 
 def diff(
@@ -365,12 +375,14 @@ def load(
     check_files(root, manifest, None if check else [*generated, "config.json"])
     check_headers(root, manifest)
     check_read_by_transformers(root)
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from rewriter.common.model_class import auto_class
 
     _LOG.info("%s: the adapted checkpoint on one device, by transformers", root)
     options |= {} if dtype is None else {"dtype": dtype}
-    model: torch.nn.Module
-    model = AutoModelForCausalLM.from_pretrained(root, trust_remote_code=modeling is not None, **options)
+    auto = auto_class(AutoConfig.from_pretrained(root, trust_remote_code=modeling is not None))
+    model: torch.nn.Module = auto.from_pretrained(root, trust_remote_code=modeling is not None, **options)
     model = model if device is None else model.to(device)
     if compile:
         model.compile()

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from rewriter.common.model_class import auto_class
 from rewriter.ir.phases import REWIRED
 from rewriter.runtime.context import Context
 from rewriter.runtime.module import LocalLogits, RuntimeModel
 from rewriter.tracing.meta_model import find_layers
+from rewriter.tracing.parameters import beside_text
 from rewriter.weights.finite import require_finite
 from rewriter.weights.plain_model import PlainTensors, plain_model
 
@@ -245,7 +247,7 @@ def load_model(directory: Path, device: torch.device, trust_remote_code: bool = 
         return plain_model(directory, trust_remote_code)[0].to(device)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     config._attn_implementation = None  # one that a config names may not be installed here
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = auto_class(config).from_pretrained(
         directory, config=config, trust_remote_code=trust_remote_code, dtype=torch.float32
     )
     require_finite(model.named_parameters(), str(directory))
@@ -255,6 +257,12 @@ def load_model(directory: Path, device: torch.device, trust_remote_code: bool = 
 def frozen(model: nn.Module) -> nn.Module:
     """`model`, in eval mode, with no parameter to train."""
     return model.eval().requires_grad_(False)
+
+
+def freeze_towers(student: nn.Module) -> None:
+    """Freeze what text never meets, such as a vision tower: no gradient says how, and a decay of weights would."""
+    for name in beside_text(student):
+        student.get_parameter(name).requires_grad_(False)
 
 
 def freeze_unchanged(student: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import set_seed
 
 from rewriter.adapt.data_set import RunData
 from rewriter.adapt.models import (
@@ -26,6 +26,7 @@ from rewriter.adapt.models import (
     Model,
     ShardedModel,
     base_of,
+    freeze_towers,
     freeze_unchanged,
     frozen,
     isolates_segments,
@@ -39,6 +40,7 @@ from rewriter.adapt.schedule import RunSizes
 from rewriter.adapt.unshard import write_model
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json, refuse_adapter
+from rewriter.common.model_class import auto_class
 from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import text_settings
 from rewriter.convert.conversion import save
@@ -48,6 +50,7 @@ from rewriter.ir import Parameter, Program
 from rewriter.runtime.loading import load as load_sharded
 from rewriter.runtime.module import RuntimeModel
 from rewriter.tracing.meta_model import find_layers, load_config
+from rewriter.tracing.parameters import beside_text
 from rewriter.training import (
     ExpertParallel,
     NodeLocalOptimizer,
@@ -195,7 +198,8 @@ def prepare_source(run: Run) -> None:
     if run.options.from_scratch:
         like = Checkpoint.open(partial)
         set_seed(int(run.settings["seed"]))
-        model = AutoModelForCausalLM.from_config(load_config(partial), dtype=torch.float32)
+        config = load_config(partial)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
         write_model(model, model.state_dict(), like, partial / "fresh", partial)
     partial.rename(run.source)
 
@@ -235,6 +239,7 @@ def _hugging_face_student(run: Run) -> Student:
 
     def loaded(device: torch.device) -> nn.Module:
         module = load_model(place, device, remote)
+        freeze_towers(module)
         if options.train == "rewritten":
             freeze_unchanged(module)
         return _with_adapters(module, options.lora, run.opened) if options.lora else module
@@ -289,6 +294,7 @@ def _with_adapters(module: nn.Module, rank: int, opened: Opened) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config.exclude_modules = sorted({name.rpartition(".")[0] for name in beside_text(module)}) or None
     try:
         return get_peft_model(module, config)
     except ValueError as error:

@@ -255,6 +255,23 @@ class _Rank(Ledger):
             return self.x
         return _at_rewired(self.rewired, *(self._given(wiring.steps[block], block) for wiring in self.wirings))
 
+    def between(self, value: int) -> torch.Tensor:
+        return self.x
+
+    def change(self, value: int, change: Carry) -> None:
+        block = self.block_of[value]
+        late = [later for w in self.wirings for later, step in enumerate(w.steps) if step.since < block <= later]
+        if late:
+            raise RewriterError(
+                f"per-rank reference: block {late[0]} (layer {self.structure.layers[late[0]]}) reads the stream as it "
+                f"was before the model changed it behind layer {self.structure.layers[block - 1]}"
+            )
+        self.x = change(self.x)
+        self.seen[-1] = self.x
+        for wiring in self.wirings:
+            if wiring.synchronised is not None:
+                wiring.synchronised = change(wiring.synchronised)
+
     def _given(self, step: _Step, block: int) -> torch.Tensor:
         given = self.seen[step.since]
         if step.own:

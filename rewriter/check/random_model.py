@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rewriter.check.comparison import relative_error
 from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError
+from rewriter.common.model_class import auto_class
+from rewriter.common.text_settings import special_tokens
 from rewriter.tracing.shrink import text_config
 
 # How every model that is compared is built or loaded: plain attention and experts one by one, in fp32.
@@ -23,6 +25,8 @@ def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Te
     text = text_config(config)
     vocabulary = getattr(text, "vocab_size", None) or config.vocab_size
     ids = torch.randint(2, vocabulary, (rows, length), generator=torch.Generator().manual_seed(length))
+    for token in special_tokens(config.to_dict()).values():  # of images, of which there are none
+        ids = ids.masked_fill(ids == token, 3)
     padding = getattr(text, "pad_token_id", None)
     return ids if padding is None else ids.masked_fill(ids == padding, 1 if padding != 1 else 0)
 
@@ -45,10 +49,11 @@ def random_model(config: PreTrainedConfig, strength: float = 1.0, trust_remote_c
 
 
 def build_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The eager fp32 causal LM of `config` in eval mode, as its class initialises it; raises what that raises."""
+    """The eager fp32 model of `config` in eval mode, as its class initialises it; raises what that raises."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **EAGER)
+        options = {**EAGER, "trust_remote_code": trust_remote_code}
+        model: PreTrainedModel = auto_class(config).from_config(config, **options)
     return model.eval()
 
 

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,18 +50,25 @@ class ModelReference:
         return "original model" if self.exact else "its reference"
 
     @torch.no_grad()
-    def logits(self, model: PreTrainedModel, ids: torch.Tensor, rewired: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        rewired: torch.Tensor | None = None,
+        given: Mapping[str, Any] = MappingProxyType({}),
+    ) -> torch.Tensor:
         """Logits [B, S, vocabulary] that the rewritten `model` (eager, unmodified, in eval mode) has to give.
 
+        `given` are further arguments of the model, such as the pixels of a picture.
         Where passes rewire the prompt alone, `rewired` (bool [B, S]) says at which tokens; by default rows are prompts.
         """
         if self.exact:
-            return original_logits(model, ids)
+            return original_logits(model, ids, given)
         if self.passes[0].oracle is not None:
             with ExitStack() as inside:
                 for rewrite in self.passes:
                     inside.enter_context(rewrite.oracle(model))
-                return original_logits(model, ids)
+                return original_logits(model, ids, given)
         if id(model) not in self._built:
             ordered = self.ordered(model)
             mix, exact = (layer_modes(ordered, p, self.whole) for p in (self.passes, self._of_all_tokens))
@@ -68,7 +76,7 @@ class ModelReference:
         phase = agreed_phase(self.passes)
         if rewired is None and phase is not None:
             rewired = phase.rewired(ids.shape[1]).expand(ids.shape)
-        return self._built[id(model)](ids, rewired)
+        return self._built[id(model)](ids, rewired, **given)
 
     @property
     def _of_all_tokens(self) -> list[Any]:
@@ -116,9 +124,11 @@ def _reordered(program: Program, passes: Sequence[Any]) -> dict[str, torch.Tenso
 
 
 @torch.no_grad()
-def original_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def original_logits(
+    model: PreTrainedModel, ids: torch.Tensor, given: Mapping[str, Any] = MappingProxyType({})
+) -> torch.Tensor:
     """Logits [B, S, vocabulary] of the unmodified model."""
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, **given).logits
     return logits
 
 

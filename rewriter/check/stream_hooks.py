@@ -38,6 +38,9 @@ _SCALINGS = frozenset(
 )
 _IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"})
 
+# Functions that give some places of a tensor other values.
+_PUTS = frozenset({"__setitem__", "masked_scatter", "masked_scatter_", "index_put", "index_put_"})
+
 # Calls that ask for the shape, type or place of a tensor alone.
 _QUESTIONS = frozenset(
     {"size", "dim", "numel", "is_floating_point", "get_device", "element_size", "stride", "__len__", "__hash__"}
@@ -81,6 +84,14 @@ class Ledger:
     def read(self, value: int) -> torch.Tensor:
         """The tensor that a reader of stream value number `value` is given."""
         return self.source(self.values, value)
+
+    def between(self, value: int) -> torch.Tensor:
+        """Stream value number `value`, for the model's own code between its layers."""
+        return self.values[value]
+
+    def change(self, value: int, change: Carry) -> None:
+        """The model's own code between its layers makes `change` of stream value number `value`, the newest."""
+        self.values[value] = change(self.values[value])
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -227,6 +238,12 @@ class Watch(TorchFunctionMode):
         first = tokens[0]
         if first is not None and not any(tokens[1:]) and (name in _SAME or _scales(name, args, kwargs)):
             return self._same(func, first, args, kwargs)
+        if first is not None and self.chain is not None and self._between_layers():
+            if name == "__getitem__":
+                now = first.as_token(self.ledger.between(first.value)).to(first.tensor.dtype)
+                return func(now, *args[1:], **kwargs)
+            if name in _PUTS and not any(tokens[1:]):
+                return self._put(func, first, args, kwargs)
         if first is not None and (name in _IN_PLACE or re.fullmatch(r"[a-z]\w*[a-z]_", name)):
             raise RewriterError(f"the residual stream is changed in place by {name} in {self._place()}")
         if name == "__get__":  # shape, dtype, device
@@ -269,6 +286,25 @@ class Watch(TorchFunctionMode):
         elif _name(func) in _SCALINGS:  # in place, which the value must not be
             self._remember(result, token.value, lambda value: func(before(value).clone(), *rest, **kwargs))
         return result
+
+    def _put(self, func: Callable[..., Any], token: _Token, args: Any, kwargs: Any) -> Any:
+        """Between its layers a model puts other values in some places of the stream: features of images."""
+        before, rest, shape = token.as_token, args[1:], self._shape
+
+        def change(value: torch.Tensor) -> torch.Tensor:
+            given = before(value).clone()
+            result = func(given, *rest, **kwargs)
+            return (given if result is None else result).reshape(shape)
+
+        self.ledger.change(token.value, change)
+        result = func(*args, **kwargs)
+        made = token.tensor if result is None else result
+        made.detach().fill_(torch.nan)
+        self._remember(made, token.value, lambda value: value.reshape(made.shape))
+        return result
+
+    def _between_layers(self) -> bool:
+        return bool(self._inside) and not any(id(module) in self.layers for module in self._inside)
 
     def _read(self, token: _Token) -> torch.Tensor:
         if self._inside and self.layer is not None:

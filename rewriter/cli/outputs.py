@@ -13,12 +13,17 @@ from rewriter.common.processes import start_early
 from rewriter.common.run_context import RunContext
 
 
-def verify(directory: options.Output) -> None:
+def verify(
+    directory: options.Output,
+    images: Annotated[
+        bool, typer.Option("--images", help="Also a random picture, where the model takes them.")
+    ] = False,
+) -> None:
     """Check a written output again: file hashes, golden logits, and equality on every rank.
 
     Exit code 3 where it does not compute what its recipe says.
     """
-    _print_verification(lambda api, context: api.verify(directory, context=context))
+    _print_verification(lambda api, context: api.verify(directory, context=context, images=images))
 
 
 def reshard(directory: options.Output, tp: options.Ranks, verify: options.ReshardVerify = "shrunken") -> None:

@@ -54,9 +54,9 @@ SMALL = {
     "mamba_chunk_size": 8, "chunk_size": 8,
     "encoder_layers": 2, "num_encoder_layers": 2,
     "shape_vocab_size": 256, "shape_embed_dim": 32, "pronunciation_vocab_size": 256, "pronunciation_embed_dim": 32,
-    "image_size": 64, "crop_size": 64, "num_position_embeddings": 64,
+    "image_size": 64, "crop_size": 64, "num_position_embeddings": 64, "mm_tokens_per_image": 4,
 }  # fmt: skip
-# Heads of a state-space mixer and their size: together they are as wide as `expand` times the model, or as `inner` says.
+# Heads of a state-space mixer and their size: together as wide as `expand` times the model, or as the last one says.
 MIXERS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_d_ssm"),
     ("mamba_num_heads", "mamba_head_dim", "expand", "mamba_d_ssm"),
@@ -106,6 +106,9 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> d
     new |= {n: min(data[n], 4) for n in _integers(data, EXPERTS)}
     new |= {n: min(data[n], 2) for n in _integers(data, PICKED_EXPERTS)}
     new |= {n: min(data[n], size) for n, size in SMALL.items() if n in _integers(data, SMALL)}
+    new |= {
+        n: [min(size, SMALL[n]) for size in data[n]] for n in ("image_size",) if isinstance(data.get(n), (list, tuple))
+    }
     new |= dict.fromkeys(_integers(data, HEAD_SIZES), head_size)
     if isinstance(data.get("qk_rope_head_dim"), int):
         new |= {n: min(data[n], size) for n, size in LATENT.items() if isinstance(data.get(n), int)}

@@ -12,6 +12,9 @@ from typing import Any
 from rewriter.common.errors import RewriterError
 
 _NESTED = ("decoder", "generator", "text_config")
+_OF_TEXT = ("bos_", "eos_", "pad_", "_pad_", "sep_", "cls_", "decoder_start_", "forced_", "user_")
+_TOKENS = ("_token_id", "_token_index", "image_patch_id")
+_IMAGES = ("image_token_id", "image_token_index", "img_context_token_id", "image_patch_id")
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
@@ -33,6 +36,20 @@ def top_setting(config: Mapping[str, Any], *names: str) -> Any:
         if value is not None:
             return value
     return None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, int]:
+    """The tokens by which a config around a language model marks images and sound, by name; none of another one."""
+    if not nested_settings(config):
+        return {}
+    names = ((name, value) for name, value in config.items() if name.endswith(_TOKENS))
+    return {name: value for name, value in names if type(value) is int and not name.startswith(_OF_TEXT)}
+
+
+def image_token(config: Mapping[str, Any]) -> int | None:
+    """The token that a config says images stand at; None where it says none."""
+    said = special_tokens(config)
+    return next((said[name] for name in _IMAGES if name in said), None)
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from rewriter.common.model_class import takes_images
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.phases import PromptPhase
 from rewriter.output.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, damage, healing
@@ -92,12 +93,13 @@ def _state(manifest: Manifest) -> Iterator[str]:
 def _loading(manifest: Manifest) -> Iterator[str]:
     modeling = manifest.adapted.modeling
     trust = "" if modeling is None else ", trust_remote_code=True"
+    auto = "AutoModelForImageTextToText" if takes_images(manifest.source.architecture) else "AutoModelForCausalLM"
     yield f"""## Load
 
 ```python
-from transformers import AutoModelForCausalLM
+from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("THIS DIRECTORY"{trust})
+model = {auto}.from_pretrained("THIS DIRECTORY"{trust})
 ```"""
     if modeling is not None:
         adapters = "adapters, quantisation and " * (manifest.per_rank is None)

@@ -61,7 +61,9 @@ def export_onnx(directory: Path, file: Path, context: RunContext = RunContext())
 
 def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
     """The model in float32, with the attention and the experts that can be exported."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from rewriter.common.model_class import auto_class
 
     config = read_json(directory / "config.json", "It is no Hugging Face model.")
     if quantization_settings(config):
@@ -78,7 +80,8 @@ def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
                     "it: --trust-remote-code"
                 )
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        auto = auto_class(AutoConfig.from_pretrained(directory, trust_remote_code=True))
+        model: nn.Module = auto.from_pretrained(
             directory,
             trust_remote_code=True,
             dtype=torch.float32,

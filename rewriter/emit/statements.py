@@ -150,12 +150,21 @@ def body_lines(body: Body, attribute: Callable[[str], str]) -> tuple[list[str], 
     return parameters, returning(lines.text, ", ".join(map(lines.printer.value, values)))
 
 
-def _attention_operands(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The pieces of a fused projection that become operands of attention, called q, k and v."""
+# names of operands
+_OPERANDS: dict[Any, tuple[str, ...]] = {
+    ops.attention: ("q", "k", "v"),
+    ops.delta_rule: ("q", "k", "v", "g", "beta"),
+    ops.state_space: ("x", "dt", "A", "B", "C"),
+    ops.selective_scan: ("x", "dt", "A", "B", "C", "D", "z"),
+}
+
+
+def _operands(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The pieces of a fused projection that become operands of attention or of a recurrence, by their names there."""
     named: dict[fx.Node, str] = {}
-    for attention in [n for n in graph.nodes if n.target is ops.attention]:
-        for role, operand in zip("qkv", args_of(attention)[:3], strict=True):
-            while operand.op == "call_function" and operand.all_input_nodes:
+    for node in [n for n in graph.nodes if n.target in _OPERANDS]:
+        for role, operand in zip(_OPERANDS[node.target], args_of(node), strict=False):
+            while isinstance(operand, fx.Node) and operand.op == "call_function" and operand.all_input_nodes:
                 if operand.target is operator.getitem:
                     named.setdefault(operand, role)
                     break
@@ -189,7 +198,7 @@ class _Names:
     """Names of the values of a body."""
 
     def __init__(self, body: Body) -> None:
-        self.modules, self.operands = body.modules, _attention_operands(body.graph)
+        self.modules, self.operands = body.modules, _operands(body.graph)
 
     def of(self, node: fx.Node) -> str:
         """A projection's name without its suffix; the operator's where it gives a value of another kind; else the name

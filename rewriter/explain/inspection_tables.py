@@ -253,6 +253,7 @@ _HELD = {
     "parameters_per_rank": "parameters",
     "cache_per_token": "keys and values, per token",
     "windowed_cache_per_token": "  of it in windows or chunks, which keep no more tokens than they show",
+    "states_per_row": "states of recurrent mixers, per sequence",
     "logits_per_token": "logits, per token computed",
     "block_per_token": "values inside the widest block, per token computed",
     "stream_per_token": "residual stream, per token computed",
@@ -263,7 +264,7 @@ def _memory(held: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
     title = "Memory per rank" if mesh else "Memory"
     table = plain_table(title, "", "bytes", numbers=("bytes",), fold=("", "bytes"))
     for key, label in _HELD.items():
-        if (key != "parameters" or mesh) and (key != "windowed_cache_per_token" or held[key]):
+        if (key != "parameters" or mesh) and (key not in ("windowed_cache_per_token", "states_per_row") or held[key]):
             table.add_row(label, size(held[key]))
     if mesh.get("sp", 1) > 1:
         table.caption = f"A rank computes and caches one in {mesh['sp']} tokens."

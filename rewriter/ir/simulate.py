@@ -324,8 +324,8 @@ class Simulator:
             return RankValues(tuple(value[r].narrow(dim, r * local, local) for r in range(self.ranks)))
         if target is ops.own_ranges:
             value, dim, ranges = env[args_of(node)[0]], args_of(node)[2], args_of(node)[3]
-            parts = ([value[r].narrow(dim, a, b - a) for a, b in own] for r, own in enumerate(ranges))
-            return RankValues(tuple(torch.cat(own, dim) for own in parts))
+            own = ([value[r].narrow(dim, a, b - a) for a, b in runs] for r, runs in enumerate(ranges))
+            return RankValues(tuple(torch.cat(runs, dim) for runs in own))
         if target is ops.vocab_embedding:
             ids, weight, _, *padding = args_of(node)
             return self._vocabulary(env[ids], env[weight], *padding)

@@ -161,7 +161,8 @@ class Source:
     expressions for the names of parameters that transformers has in fp32 then. `unused` are the tensors of the
     checkpoint (what quantized ones stand for) that no parameter is made of. `by_length`: what a token computes depends
     on the length of its call (rotary scaling), and `renewed_after` says after how many tokens generation computes what
-    it has cached anew, if ever.
+    it has cached anew, if ever. `joined`: behind so many of the first layers the model adds features of images, which a
+    trace of text does not see.
     """
 
     path: str | None
@@ -184,6 +185,7 @@ class Source:
     unused: tuple[str, ...] = ()
     by_length: bool = False
     renewed_after: int | None = None
+    joined: int = 0
 
     def alike(self, layer: int, other: int) -> bool:
         """True if two layers are of one class and were traced without the same arguments."""
@@ -210,7 +212,8 @@ class Parameter:
 
     When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared`
     says that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
-    `parts` are the runtime names, as traced, of the parameters that a pass laid one after the other along `dim`.
+    `parts` are the runtime names, as traced, of the parameters that a pass laid one after the other along `dim`; of one
+    that is tied to a parameter with which nothing is computed, the name of that.
     """
 
     shape: tuple[int, ...]

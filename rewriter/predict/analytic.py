@@ -361,7 +361,7 @@ def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
 def bytes_per_rank(
     program: Program, batch: int, prompt: int, generate: int, *, plain: bool = False, all_logits: bool = False
 ) -> int:
-    """Bytes of weights, of keys and values of all tokens, and of the largest temporaries of the prefill.
+    """Bytes of weights, of keys and values of all tokens, of states, and of the largest temporaries of the prefill.
 
     An estimate, as `analysis.memory` is: temporaries are the widest block's projections and four values as wide as the
     residual stream, of all tokens of a rank, the scores of one attention that no fused kernel computes, and the logits
@@ -375,7 +375,7 @@ def bytes_per_rank(
     temporary += held.logits_per_token * (prompt if all_logits else 1)
     if shared == 1:
         temporary += prompt * prompt * _bytes_per_pair(program, plain)
-    return held.parameters_per_rank + batch * (cache + temporary)
+    return held.parameters_per_rank + batch * (cache + held.states_per_row + temporary)
 
 
 def _bytes_per_pair(program: Program, plain: bool) -> int:

@@ -26,16 +26,17 @@ def of_cache(program: Program, graph: fx.Graph) -> dict[fx.Node, bool]:
 
 def of_keys(body: Body) -> list[fx.Node]:
     """The nodes of a body that the keys and values of its attention need, and the attention itself, in order. Of a
-    module inside that has attention, all."""
+    module inside that has attention, all; recurrences in full, whose states follow from what they compute."""
     attention = [n for n in body.graph.nodes if n.target is ops.attention]
+    recurrent = [n for n in body.graph.nodes if n.target in ops.RECURRENT]
     inside = [n for n in body.graph.nodes if n.op == "call_module" and _stores(body.modules[str(n.target)])]
-    needed = _before([x for node in attention for x in args_of(node)[1:3]] + inside)
+    needed = _before([x for node in attention for x in args_of(node)[1:3]] + inside + recurrent)
     return [node for node in body.graph.nodes if node in needed or node in attention]
 
 
 def _stores(module: object) -> bool:
-    """True if a module has attention, which stores keys and values."""
-    return isinstance(module, Body) and any(node.target is ops.attention for _, node in nodes_inside(module, ""))
+    """True if a module has attention, which stores keys and values, or keeps a state."""
+    return isinstance(module, Body) and any(node.target in ops.CACHED for _, node in nodes_inside(module, ""))
 
 
 def _before(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -18,6 +18,7 @@ from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of, ops, param
 from rewriter.ir.communication import model_dtype
 from rewriter.ir.marks import marks
 from rewriter.ir.op_semantics import starts_sum
+from rewriter.ir.residual import carries_state
 from rewriter.ir.schedule import with_readers_first
 from rewriter.ir.shapes import wiring_shapes
 from rewriter.predict.cache_only import of_cache
@@ -32,6 +33,10 @@ _GROUPED = (
 _CACHELESS = (
     "decode: as a cache would give it. The emitted module has a position bias in its attention, for which it refuses a "
     "key/value cache yet, and generates without one"
+)
+_RECURRENT = (
+    "recurrent mixers: in chunks of 64 tokens of a prompt, and one pass over their states per token after it, by "
+    "roofline. No measurements of such kernels are public"
 )
 _SAME_VALUE = (ops.all_reduce_wait, ops.copy_to_group, ops.agreed, ops.dropout)
 _UNKNOWN = (RuntimeError, NotImplementedError, TypeError, ValueError)
@@ -178,6 +183,7 @@ class _ForwardRun:
             try:
                 value = run.module(module, str(node.target), inputs)
                 note = _CACHELESS if run.biased and self.given.is_decode else None
+                note = note or (_RECURRENT if carries_state(module) else None)
                 return value, run.items(value), note
             except _UNKNOWN as error:
                 reason = f"it does not run without data ({str(error).splitlines()[0][:120]})"

@@ -27,6 +27,7 @@ from rewriter.predict.kernel_cost import (
     fused,
     measured_as,
 )
+from rewriter.predict.mixer_cost import recurrence_items
 from rewriter.predict.workload import ForwardPass
 
 EXPERTS = "experts"  # the name of their products
@@ -130,6 +131,12 @@ class ModuleRun:
             ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
             items = attention_items(q, k, v, kwargs, self.given, ranks)
             return self._record("attention", [q, k, v], (out,), items=items)
+        if target in ops.RECURRENT:
+            tensors = [t for t in args if isinstance(t, torch.Tensor)]
+            out = torch.empty_like(tensors[2] if target is ops.delta_rule else tensors[0])
+            return self._record(name, tensors, (out,), items=recurrence_items(node, tensors, out, self.given))
+        if target is ops.own_ranges:
+            return args[0].narrow(args[2], 0, sum(end - begin for begin, end in args[3][0]))
         if target is ops.experts:
             items = experts_items(args, kwargs, self.given.fused)
             return self._record("experts", _tensors(args), (torch.empty_like(args[0]),), items=items)

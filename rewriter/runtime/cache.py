@@ -77,6 +77,11 @@ class _SlotMemory:
                 f"{size(per_token)}. Generate fewer tokens, or for fewer prompts at once."
             ) from error
 
+    @property
+    def states(self) -> list[Tensor]:
+        """The states of mixers, by slot."""
+        return [keys for keys, values in zip(self.keys, self.values, strict=True) if values.dim() == 1]
+
     def clear(self) -> None:
         """Zeros everywhere, as when it was made: what was not finite would show even where it is masked."""
         for memory in (*self.keys, *self.values):
@@ -125,18 +130,13 @@ class StaticCache(_SlotMemory):
         ]
         super().__init__(slots, lengths, batch, dtype, device)
 
-    @property
-    def states(self) -> list[Tensor]:
-        """The states of mixers, by slot."""
-        return [keys for keys, values in zip(self.keys, self.values, strict=True) if values.dim() == 1]
-
     def state(self, slot: int) -> Tensor:
         """[B, *shape] after the last token: its memory, which `store_state` writes."""
         return self.keys[slot]
 
-    def store_state(self, slot: int, state: Tensor) -> None:
-        """Raises RewriterError for one that requires a gradient."""
-        self._refuse_gradients("states", state)
+    def store_state(self, slot: int, state: Tensor, out: Tensor) -> None:
+        """Raises RewriterError where `out`, computed with it, requires a gradient, which would end at the state."""
+        self._refuse_gradients("states", out)
         self.keys[slot].copy_(state)
 
     def first(self, length: int) -> Self:

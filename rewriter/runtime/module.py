@@ -15,7 +15,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import check_tokens
 from rewriter.ir.phases import PromptPhase
 from rewriter.runtime.attention.sequence_axis import SequenceAxis
-from rewriter.runtime.cache import SlotSpec, StaticCache
+from rewriter.runtime.cache import SlotSpec, StateSpec, StaticCache
 from rewriter.runtime.context import (
     Context,
     check_agreement,
@@ -47,11 +47,12 @@ class LossOutput(NamedTuple):
 class RuntimeModel(nn.Module):
     """Base of an emitted model, which defines `compute`; users call the model itself, whose `forward` is here.
 
-    `slots` says what a cache must hold, in order of the slot numbers that attention calls use. `dropout_probability`
-    is the largest one in the source model's configuration; the traced computation is that of evaluation, which has
-    none. `sequence` is the axis over which tokens are sharded, None where there is none. `by_length`: what a token
-    computes depends on the length of its call, so that a prompt is one call; after `renewed_after` tokens, keys and
-    values of all of them are computed anew. The mesh may have a dimension "dp" of replicas that see different rows.
+    `slots` says what a cache must hold, in order of the slot numbers that attention calls and mixers use.
+    `dropout_probability` is the largest one in the source model's configuration; the traced computation is that of
+    evaluation, which has none. `sequence` is the axis over which tokens are sharded, None where there is none.
+    `by_length`: what a token computes depends on the length of its call, so that a prompt is one call; after
+    `renewed_after` tokens, keys and values of all of them are computed anew. The mesh may have a dimension "dp" of
+    replicas that see different rows.
     `in_fp32` are the parameters that transformers keeps in fp32 in a model of a dtype, by its name, with * for the
     number of a layer. `phase` says which tokens of a prompt are rewired, where not all tokens are computed alike: the
     model then has `compute_rewired`, `compute_exact`, `compute_mixed` and `compute_keys` in place of `compute`.
@@ -59,7 +60,7 @@ class RuntimeModel(nn.Module):
     where there is no table.
     """
 
-    slots: Sequence[SlotSpec] = ()
+    slots: Sequence[SlotSpec | StateSpec] = ()
     dropout_probability: float = 0.0
     sequence: SequenceAxis | None = None
     by_length: bool = False

@@ -7,7 +7,7 @@ weights: only safetensors headers, to bind parameters to what is on disk.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from rewriter.ir import LayerSource, Module, Parameter, Program, Source, paramet
 from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
+from rewriter.tracing.image_features import joined_layers
 from rewriter.tracing.interception import lifted_interfaces
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
@@ -72,16 +73,21 @@ def trace_skeleton(
     graph, modules, absent = _traced(skeleton)
     tied = tied_parameters(skeleton.model)
     ties = tied if ties is None else ties
-    parameters: dict[str, Parameter] = {}
-    for module_path, module in modules.items():
-        for name, shape in parameters_of(module):
-            full = f"{module_path}.{name}"
-            if full not in ties:
-                parameters[full] = Parameter(shape, expressions.get(full))
-    for alias, canonical in ties.items():
-        shape = tuple(skeleton.model.get_parameter(alias).shape)
-        parameters.setdefault(canonical, Parameter(shape, expressions.get(canonical)))
+    held = {f"{path}.{name}": shape for path, module in modules.items() for name, shape in parameters_of(module)}
+    first = {name: ties.get(name, name) for name in held}  # by which the model knows it
+    ties = _ties_among(held, ties)
+    parameters = {
+        name: Parameter(shape, expressions.get(first[name]), parts=() if first[name] == name else (first[name],))
+        for name, shape in held.items()
+        if name not in ties
+    }
     lacking = [n for n, p in parameters.items() if n in skeleton.stored and p.expression is None]
+    unread = [n for n, p in parameters.items() if p.expression is None and n not in skeleton.stored]
+    if path is not None and unread:
+        raise RewriterError(
+            f"{unread[0]}: text passes through it, and a conversion of checkpoints that is not supported makes it. "
+            "Load and save the model with transformers once: save_pretrained(…, save_original_format=False)."
+        )
     if path is not None and lacking:  # transformers would leave it at its initial value
         raise RewriterError(
             f"the checkpoint in {path} lacks {lacking[0]}, a buffer that {type(skeleton.model).__name__} computes "
@@ -91,6 +97,14 @@ def trace_skeleton(
     if tied and not ties:  # the config would still say so, and not everything that reads it compares the weights
         source = replace(source, config={**source.config, "tie_word_embeddings": False})
     return Program(source, graph, modules, parameters, ties)
+
+
+def _ties_among(held: Collection[str], ties: Mapping[str, str]) -> dict[str, str]:
+    """Alias → first name of `ties` among the parameters that are computed with, which may not hold the first one."""
+    first = {name: name for name in held if name not in ties}
+    for name in held:
+        first.setdefault(ties.get(name, name), name)
+    return {name: first[ties[name]] for name in held if name in ties and first[ties[name]] != name}
 
 
 def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], tuple[tuple[str, ...], ...]]:
@@ -136,6 +150,7 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         fp32=skeleton.fp32,
         by_length=by_length(model),
         renewed_after=renewed_after(model),
+        joined=joined_layers(model, skeleton.layers_path),
     )
 
 

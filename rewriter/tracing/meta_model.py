@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.files import ADAPTER_CONFIG, read_json, refuse_adapter
+from rewriter.common.model_class import auto_class, has_class
 from rewriter.tracing.model_errors import refused
 
 # The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to
@@ -108,8 +108,8 @@ def needs_own_code(config: Mapping[str, Any]) -> bool:
     """True if transformers has no classes for a config that names some of the model's own (`auto_map`). Where it has
     them it uses them unless it is told otherwise, and many models keep the names from before it had."""
     own, kind = config.get("auto_map") or {}, config.get("model_type")
-    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" not in own
-    return bool(own) and not (kind in CONFIG_MAPPING and causal)
+    built = has_class(kind) or "AutoModelForCausalLM" not in own
+    return bool(own) and not (kind in CONFIG_MAPPING and built)
 
 
 def refuse_output(source: Any, config: Any) -> None:
@@ -122,7 +122,7 @@ def refuse_output(source: Any, config: Any) -> None:
 
 
 def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> Skeleton:
-    """Instantiate the causal LM of `config` without allocating its parameters.
+    """Instantiate the model of `config` without allocating its parameters.
 
     Raises RewriterError when no causal LM is registered for the config, when it has sizes that no model can have, and
     when its decoder layers cannot be found.
@@ -186,17 +186,17 @@ def _dtypes_as_built(config: PreTrainedConfig, trust_remote_code: bool) -> tuple
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """The causal LM of `config`: parameters on the meta device, never in memory; buffers with their values.
+    """The model of `config`: parameters on the meta device, never in memory; buffers with their values.
 
     `options` are those of `from_config`. Raises what the model's own code raises.
     """
     model: PreTrainedModel
     with contextlib.suppress(Exception), _parameters_on_meta(), _LargeOnMeta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model = auto_class(config).from_config(config, dtype=dtype, **options)
         if not any(buffer.is_meta for buffer in model.buffers()):
             return model
     with _parameters_on_meta():  # a buffer is large, or was filled after torch.empty made it
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model = auto_class(config).from_config(config, dtype=dtype, **options)
     return model
 
 

@@ -95,7 +95,8 @@ def _folded(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 2 or not dynamic(value.shape[0]):
         return None
-    factor, symbols = value.shape[0].node.expr.as_coeff_Mul()
+    size: Any = value.shape[0]
+    factor, symbols = size.node.expr.as_coeff_Mul()
     return int(factor) if factor > 1 and len(symbols.free_symbols) == 2 else None
 
 

@@ -26,6 +26,13 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     return {alias: name for alias, name in declared.items() if alias in names and name in names}
 
 
+def beside_text(model: PreTrainedModel) -> frozenset[str]:
+    """Names of parameters that text alone never meets: those outside of the decoder, its embedding and its head."""
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    inside = {id(p) for part in parts if isinstance(part, torch.nn.Module) for p in part.parameters()}
+    return frozenset(n for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside)
+
+
 def checkpoint_expressions(
     model: PreTrainedModel, checkpoint: Checkpoint, tensors: Mapping[str, Expression]
 ) -> tuple[dict[str, Expression], dict[str, str], tuple[str, ...]]:
@@ -35,7 +42,8 @@ def checkpoint_expressions(
 
     A pair that the config ties, and of which the checkpoint holds both with different values, is not tied:
     transformers does not tie it either (`PreTrainedModel.tie_weights`). `ties` are those that remain. `unused` are the
-    names of `tensors` that transformers ignores on load: the model has no such parameter.
+    names of `tensors` that transformers ignores on load: the model has no such parameter. A parameter beside the text
+    model has no expression where the conversion that makes it is not supported: its tensors are copied as they are.
 
     Raises RewriterError naming tensors that are missing, of another shape or no floating-point numbers, and what the
     model cannot do without although it has no such parameter (adapters, scales of quantized weights), before any weight
@@ -55,6 +63,7 @@ def checkpoint_expressions(
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
         collected[target][pattern or name].append(name)
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
+    beside, left_out = beside_text(model), False
     expressions: dict[str, Expression] = {}
     unused: dict[str, str] = {}  # by name, what it would be called in the model
     for target, sources in collected.items():
@@ -66,7 +75,12 @@ def checkpoint_expressions(
         if converter is None:
             expressions[target] = tensors[sources[pattern][0]]
         else:
-            made = converted(model, converter, sources, target, tensors, checkpoint.shapes)
+            try:
+                made = converted(model, converter, sources, target, tensors, checkpoint.shapes)
+            except RewriterError:
+                if target not in beside:
+                    raise
+                made, left_out = {}, True
             expressions |= {name: expression for name, expression in made.items() if name in wanted}
     for alias, canonical in list(ties.items()):
         if alias in wanted and canonical in wanted:
@@ -77,6 +91,7 @@ def checkpoint_expressions(
                 continue
             expressions.pop(alias, None)
     missing = [n for n in wanted if n in trained and n not in expressions and ties.get(n) not in expressions]
+    missing = [n for n in missing if not left_out or n not in beside]
     where = f"the checkpoint in {checkpoint.directory}"
     refuse_adapters(where, unused)
     if missing:

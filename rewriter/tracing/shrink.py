@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from rewriter.common.errors import RewriterError
 from rewriter.common.shrink_sizes import LAYERS, shrunken_sizes
 from rewriter.common.text_settings import without_quantization
+from rewriter.tracing.shrink_beside import fitted, grids_inside, shrunken_beside, tokens_inside
 
 _LISTS_OF_LAYERS = (
     "mlp_only_layers", "moe_layers", "dense_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices",
@@ -104,11 +105,15 @@ def shrink(
     table = config.to_dict()
     text = text_config(config)
     inner = next((k for k, v in config.__dict__.items() if v is text), None) if text is not config else None
-    data = {name: _shrink_beside(value) for name, value in table.items()}
+    whole = table if inner is None else table[inner]
+    small = _shrink_table(dict(whole), layers, depth(config), ranks, exchanged)
+    beside = {name: value for name, value in table.items() if name != inner}
+    data = {name: shrunken_beside(value, small, _shrink_tower) for name, value in beside.items()}
     if inner is None:
-        data = _shrink_table(data, layers, depth(config), ranks, exchanged)
+        data = small | {name: value for name, value in data.items() if value is not table[name]}
     else:
-        data[inner] = _shrink_table(dict(table[inner]), layers, depth(config), ranks, exchanged)
+        data = fitted(data, table, small) | grids_inside(table)
+        data |= tokens_inside(table, small.get("vocab_size", 256)) | {inner: small}
     data = without_quantization(data)
     if "auto_map" not in data:
         data["_name_or_path"] = ""
@@ -128,12 +133,8 @@ def shrink(
         ) from error
 
 
-def _shrink_beside(value: Any) -> Any:
-    """A config inside another one, of what is not the language model, with two layers; anything else as it is."""
-    if not isinstance(value, dict) or "model_type" not in value:
-        return value
-    count = next((value[n] for n in LAYERS if isinstance(value.get(n), int)), 0)
-    return _shrink_table({n: _shrink_beside(v) for n, v in value.items()}, range(min(count, 2)), count, 1)
+def _shrink_tower(table: dict[str, Any], layers: range, count: int) -> dict[str, Any]:
+    return _shrink_table(table, layers, count, 1)
 
 
 def _shrink_table(

@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto import modeling_auto
 
 # E2M1, by its four bits (OCP Microscaling Formats 1.0, section 5.3.3): sign, exponent, mantissa
 _E2M1 = [
@@ -196,14 +203,23 @@ def _loaded(
     for part, name in itertools.product((config, config.get_text_config(decoder=True)), _SAID):
         quantized |= bool(part.__dict__.pop(name, None))  # transformers refuses one with nothing in it
     plain = PlainTensors(directory)
+    auto = _auto_class(config)
     if not quantized and plain.loadable:
-        return AutoModelForCausalLM.from_pretrained(directory, config=config, trust_remote_code=remote_code, **options)
+        return auto.from_pretrained(directory, config=config, trust_remote_code=remote_code, **options)
     with torch.device("meta"):
-        cls = type(AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=remote_code))
+        cls = type(auto.from_config(copy.deepcopy(config), trust_remote_code=remote_code))
     state = {name: plain.read(name) for name in plain.names()}
     if dequantized is not None:
         state |= {name: tensor.to(dequantized) for name, tensor in state.items() if plain.quantized(name)}
     return cls.from_pretrained(None, config=config, state_dict=state, **options)
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """Which of two classes of a type a checkpoint is of, its `architectures` says: with images, or without."""
+    images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    if images is None or config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForImageTextToText if images else AutoModelForCausalLM
+    return AutoModelForImageTextToText if images in (config.architectures or []) else AutoModelForCausalLM
 
 
 def loaded_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch.dtype]:

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from rewriter.check.comparison import DIFFERENT, RANKS, compare, exact_limit, relative_error
@@ -33,6 +33,7 @@ from rewriter.check.shrunken_check import apply_passes, test_lengths
 from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import scratch_folder
+from rewriter.common.model_class import auto_class
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program, ops
@@ -54,6 +55,17 @@ def check(
     Raises nothing that a model or a rewrite may cause: that is in the result.
     """
     result = Coverage(model_type)
+    checked(result, Subject, checks, then)
+    return result
+
+
+def checked(
+    result: Coverage,
+    kind: type[Subject],
+    checks: Collection[str],
+    then: Callable[[Subject], None] = lambda subject: None,
+) -> None:
+    """Fill in a row by these checks of a kind of subjects."""
     begin = time.perf_counter()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -62,11 +74,10 @@ def check(
         torch.no_grad(),
         contextlib.suppress(Stopped),
     ):
-        subject = Subject(result, scratch)
-        subject.run(checks)
+        subject = kind(result, scratch)
+        subject.try_all(checks)
         then(subject)
     result.seconds = round(time.perf_counter() - begin, 2)
-    return result
 
 
 _Reference = Callable[[torch.Tensor], torch.Tensor]
@@ -84,10 +95,18 @@ class Subject:
         self.result, self.scratch, self.changes = result, scratch, changes
         self.source = scratch / "model"
 
+    def small_config(self) -> PreTrainedConfig:
+        """The config of the model that is tried."""
+        return small_config(self.result.type, self.changes)
+
+    def try_all(self, checks: Collection[str]) -> None:
+        """Make these checks."""
+        self.run(checks)
+
     def run(self, checks: Collection[str] = PARTS) -> None:
         """Make these checks; "builds" and "traces" are needed by the others."""
         with self.noted("builds", needed=True):
-            self.config = small_config(self.result.type, self.changes)
+            self.config = self.small_config()
             model = build_model(self.config)
         with self.noted("traces", needed=True):
             self.model = self._checkpoint(model)
@@ -151,7 +170,7 @@ class Subject:
         model.save_pretrained(self.source)
         if type(model.config) is not type(self.config):  # the model is the inner one, the type the outer config's
             self.config.save_pretrained(self.source)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, **EAGER)
+        loaded: PreTrainedModel = auto_class(self.config).from_pretrained(self.source, **EAGER)
         return loaded.eval()
 
     def _require(
@@ -242,6 +261,7 @@ class Subject:
                 raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
         for ids, expected in zip(self.batches, self.rewritten_logits, strict=True):
             _require_equal(original_logits(model.eval(), ids), expected, self.limit, "the emitted checkpoint")
+        self.emitted = model
 
 
 def shared_parameters(program: Program, ranks: int) -> float | None:

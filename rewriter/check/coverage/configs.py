@@ -43,8 +43,9 @@ def require_registered(types: Sequence[str]) -> list[str]:
 def oddities() -> Mapping[str, Mapping[str, Any]]:
     """The table of oddities by type: `default`, arguments of the config's class; `layers`, which of them to keep;
     `set`, settings of the small config."""
-    table: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("oddities.yaml").read_text(encoding="utf-8"))
-    return table
+    files = [Path(__file__).with_name(name) for name in ("oddities_images.yaml", "oddities.yaml")]
+    tables = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files]
+    return {name: oddity for table in tables for name, oddity in table.items()}
 
 
 def small_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:

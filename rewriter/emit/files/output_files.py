@@ -37,7 +37,8 @@ from rewriter.weights.references import references_text
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BESIDE_WEIGHTS = (
     "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "spiece.model", "sentencepiece*.model", "*.tiktoken", "LICENSE*", "NOTICE*",
+    "chat_template*", "*processor_config.json", "spiece.model", "sentencepiece*.model", "*.tiktoken",
+    "LICENSE*", "NOTICE*",
 )  # fmt: skip
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, besides chat_template.jinja
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rewriter.common.errors import RewriterError
+from rewriter.common.model_class import takes_images
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.huggingface.source_check import require_handed_on
@@ -76,6 +78,11 @@ def emit_as_wired(program: Program) -> HuggingFaceFiles:
     kinds, assignment = _kinds(program, rewired, bound)
     if not kinds and not bound:
         return plain
+    if source.base_class == source.architecture and (bound or prompt_phase(program) is not None):
+        raise RewriterError(
+            f"{source.architecture} has no base model that knows the whole config: its layers can be rewired, but "
+            "neither bound to ranks nor for the prompt alone. Choose a recipe of the ladder's kind"
+        )
     names = ModelNames(source)
     config = _own_config(source, names) | {"rewriter_layers": assignment} | wiring_config(rewired, bound)
     if bound:
@@ -124,6 +131,11 @@ def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
             "AutoConfig": f"{names.module}.{names.config}",
             "AutoModel": f"{names.module}.{names.base}",
             "AutoModelForCausalLM": f"{names.module}.{names.architecture}",
+            **(
+                {"AutoModelForImageTextToText": f"{names.module}.{names.architecture}"}
+                if takes_images(source.architecture)
+                else {}
+            ),
         },
         "model_type": names.model_type,
     }
@@ -143,6 +155,8 @@ def _kinds(program: Program, rewired: Program, bound: bool) -> tuple[list[Printe
     kinds: list[PrintedKind] = []
     assignment = []
     for index, (layer, original) in enumerate(zip(print_layers(program), originals, strict=True)):
+        if index < source.joined and layer.packed[1]:
+            raise _features_between(source)
         touched = not layer.same_computation(original)
         if not touched and not any(layer.packed):
             assignment.append(standard_kinds(source)[source.layer_kinds[index]])
@@ -157,6 +171,16 @@ def _kinds(program: Program, rewired: Program, bound: bool) -> tuple[list[Printe
             kinds.append(kind)
         assignment.append(kind.name)
     return kinds, assignment
+
+
+def _features_between(source: Source) -> RewriterError:
+    where = "layer 0" if source.joined == 1 else f"layers 0 to {source.joined - 1}"
+    begin = source.joined + 1
+    step = f"The recipe may rewire layers from {begin} on" if begin < source.num_layers else "Choose another model"
+    return RewriterError(
+        f"{source.architecture} adds features of images to the residual stream behind {where}, and the recipe hands on "
+        f"more than the stream there, to which nothing would be added. {step}"
+    )
 
 
 def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: Sequence[BlockMode] | None) -> str:

@@ -320,6 +320,9 @@ def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool)
     base = source_of(model.OwnModel, own | {"SourceModel": source.base_class, "OwnModel": names.base})
     causal = source_of(model.OwnModel, own | {"SourceModel": source.architecture, "OwnModel": names.architecture})
     rewire = "rewire(self, self.layers)"
+    if source.base_class == source.architecture:  # a wrapper whose parts have configs of their own
+        place = f"rewire(self.{source.layers.rpartition('.')[0]}, self.{source.layers}, self.config)"
+        return [config, causal.replace(rewire, place)]
     if phased:
         line = f"    config_class = {names.config}\n"
         base = base.replace(line, f"{line}    forward = with_rewired({source.base_class}.forward)\n")
@@ -334,11 +337,8 @@ def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool)
 
 def _conversions(source: Source, names: ModelNames) -> str:
     """Statements that register the source type's conversion of checkpoints for the generated classes."""
-    pairs = [
-        (source.model_type, names.model_type),
-        (source.base_class, names.base),
-        (source.architecture, names.architecture),
-    ]
+    own = {source.base_class: names.base, source.architecture: names.architecture}
+    pairs = [(source.model_type, names.model_type), *own.items()]
     rows = "\n".join(f"    ({quoted(old)}, {quoted(new)})," for old, new in pairs)
     return f"""\
 # On disk the tensors are those of a {source.model_type} checkpoint. transformers finds how to convert

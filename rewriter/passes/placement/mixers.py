@@ -53,10 +53,10 @@ def _label_heads(state: PlacementState, by_token: Any, by_head: Any, groups: Any
         _set(state, node, units, 2)
     for node in by_head:
         _set(state, node, units, 0)
-    first = first if count == heads else state.units.key_value_heads(heads, count)
-    if first is not None:
+    first_group = first if count == heads else state.units.key_value_heads(heads, count)
+    if first_group is not None:
         for node in groups:
-            _set(state, node, torch.arange(first, first + count), 2)
+            _set(state, node, torch.arange(first_group, first_group + count), 2)
 
 
 def _selective_scan(state: PlacementState, node: fx.Node) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rewriter.ir import Body, Leaf, args_of, ops, placeholders, put_after
-from rewriter.ir.labels import Unsplittable, reduced_shape, tensor_inputs, value_of, varying_dim
+from rewriter.ir.labels import Unsplittable, is_tensor, reduced_shape, tensor_inputs, value_of, varying_dim
 from rewriter.ir.marks import mark
 from rewriter.ir.op_semantics import (
     argument,
@@ -155,6 +155,8 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
     elif node.target is aten.stack.default and node in state.sharded and not state.sharded.keys() & set(inputs):
         _take_own(state, node)
     elif is_movement(node):
+        if node in state.sharded:  # a value of every rank beside a rank's own ones, or repeated for its heads
+            state.copy_to_group(node, *(n for n in inputs if n not in state.sharded and is_tensor(n)))
         localize(node, state.sharded)
     elif is_sum(node):
         reduce_over_ranks(node, state.sharded, state.ranks, state.copies(node))

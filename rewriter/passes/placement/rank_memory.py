@@ -1,4 +1,4 @@
-"""Memory of one rank: parameters, keys and values per token, and the largest temporaries per token.
+"""Memory of one rank: parameters, keys and values per token, states per row, and the largest temporaries per token.
 
 An estimate for planning, not a profile: temporaries are the logits (every rank gathers the full vocabulary), the values
 that the projections of the widest block make at once, and the residual stream.
@@ -9,21 +9,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rewriter.ir import Leaf, Module, Opaque, Program, args_of, called_module, ops
+from rewriter.ir import Leaf, Module, Opaque, Program, args_of, called_module, nodes_inside, ops
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
+from rewriter.ir.states import state_of
 from rewriter.passes.sequence.sequence_plans import attention_shapes
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes. "Per token" counts one position of one sequence; a window's layers keep no more than its size of them."""
+    """Bytes. "Per token" counts one position of one sequence; a window's layers keep no more than its size of them.
+    `states_per_row`: what recurrent mixers keep of a sequence, whatever its length."""
 
     parameters: int
     parameters_per_rank: int
     cache_per_token: int
     windowed_cache_per_token: int
+    states_per_row: int
     logits_per_token: int
     block_per_token: int
     stream_per_token: int
@@ -43,8 +46,16 @@ def memory(program: Program) -> RankMemory:
     stream = max((_width(shapes[node]) for node in nodes if in_stream(node)), default=0)
     logits = _width(shapes[program.graph.output_node()])
     return RankMemory(
-        full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size
-    )
+        full * size, local * size, cache * size, windowed * size, _states(program, size), logits * size, widest * size,
+        stream * size,
+    )  # fmt: skip
+
+
+def _states(program: Program, size: int) -> int:
+    """Bytes of the states that a rank keeps of one sequence."""
+    inside = (node for module in program.modules.values() for _, node in nodes_inside(module))
+    states = [state_of(node) for node in inside if node.target in ops.RECURRENT]
+    return sum(math.prod(state.shape) * (4 if state.fp32 else size) for state in states)
 
 
 def cache_elements(program: Program, tokens: int) -> int:

@@ -299,12 +299,15 @@ class DecodeStep(DecodeState):
         kept = _kept(self.model)
         if kept.compiled is None:
             kept.compiled = compile_step(logits_after, backend)
-        try:  # what it stores is stored again, the same, by the step itself
+        saved = [state.clone() for state in self.cache.states]
+        try:  # keys that it stores are stored again, the same, by the step itself
             kept.compiled(self.model, self.token, self.place, self.first_valid, self._first(self.written))
         except torch._dynamo.exc.Unsupported as error:
             self.how = f"compiled segments: {str(error).partition(chr(10))[0]}"
         else:
             self._logits, self.how = kept.compiled, "compiled"
+        for state, before in zip(self.cache.states, saved, strict=True):
+            state.copy_(before)
 
     def _capture(self) -> None:
         reason = why_not_captured(self.group)
@@ -312,7 +315,7 @@ class DecodeStep(DecodeState):
             reason = "tokens are sharded over ranks"
         if reason is None:
             changed = [self.token, self.place, self.at, self.choice, self.lengths]
-            changed += [self.finished, self.stopped, self.broken, self.produced]
+            changed += [self.finished, self.stopped, self.broken, self.produced, *self.cache.states]
             captured = capture([self._compute_eagerly, super().take], changed, self.random, self.group)
             if not isinstance(captured, str):
                 self._compute, self._take = captured

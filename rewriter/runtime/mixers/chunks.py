@@ -13,12 +13,12 @@ from torch import Tensor
 CHUNK = 64
 
 
-def chunked(x: Tensor, tokens: int) -> Tensor:
-    """`x` [..., S, ...] as [..., chunks, CHUNK, ...], the last chunk filled up with zeros."""
-    missing = -x.shape[tokens] % CHUNK
+def chunked(x: Tensor, tokens: int, length: int = CHUNK) -> Tensor:
+    """`x` [..., S, ...] as [..., chunks, length, ...], the last chunk filled up with zeros."""
+    missing = -x.shape[tokens] % length
     if missing:
         x = F.pad(x, [*[0, 0] * (x.dim() - 1 - tokens), 0, missing])
-    return x.unflatten(tokens, (-1, CHUNK))
+    return x.unflatten(tokens, (-1, length))
 
 
 def lower(length: int, like: Tensor, diagonal: int = 0) -> Tensor:

@@ -23,12 +23,12 @@ def causal_conv(
     x = without_padding(x_BCS, ctx, 2)
     taps = weight_CK.shape[1]
     whole = F.pad(x, (taps - 1, 0)) if before_BCL is None else torch.cat([before_BCL.to(x.dtype), x], 2)
-    state_after(ctx, slot, whole[:, :, x.shape[2] :])
-    whole = whole.to(weight_CK.dtype)
+    last, whole = whole[:, :, x.shape[2] :], whole.to(weight_CK.dtype)
     if x.shape[2] == 1:
         y = _one_token(whole, weight_CK, bias_C)
     else:
         y = F.conv1d(whole, weight_CK[:, None], bias_C, groups=weight_CK.shape[0])
+    state_after(ctx, slot, last, y)
     return (y if activation is None else ACTIVATIONS[activation](y)).to(x_BCS.dtype)
 
 

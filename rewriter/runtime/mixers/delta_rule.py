@@ -22,7 +22,7 @@ from rewriter.runtime.mixers.chunks import chunked, decay_matrix, lower
 from rewriter.runtime.mixers.sequence_operator import sequence_operator
 from rewriter.runtime.mixers.state import state_after, state_before, without_padding
 
-_PIECE = 512  # tokens at once
+_PIECE = 256  # tokens at once
 _TILE = 8  # tokens between which decays of each key channel are computed pair by pair
 
 
@@ -53,7 +53,7 @@ def delta_rule(
         o_BSHE = o_BHE[:, None]
     else:
         o_BSHE, state = _sequence(q_BSGD, k_BSGD, v_BSHE, g, beta, before_BHDE, *options)
-    state_after(ctx, slot, state)
+    state_after(ctx, slot, state, o_BSHE)
     return o_BSHE
 
 

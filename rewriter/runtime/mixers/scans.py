@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.context import Context
-from rewriter.runtime.mixers.chunks import chunked
+from rewriter.runtime.mixers.chunks import CHUNK, chunked
 from rewriter.runtime.mixers.sequence_operator import sequence_operator
 from rewriter.runtime.mixers.state import state_after, state_before, without_padding
 
@@ -48,7 +48,7 @@ def selective_scan(
         y, state = _selective_step(x, dt_BCS, A_CN, B_BNS, C_BNS, dt_bias_C, before_BCN, softplus)
     else:
         y, state = _selective_sequence(x, dt_BCS, A_CN, B_BNS, C_BNS, dt_bias_C, before_BCN, softplus)
-    state_after(ctx, slot, state)
+    state_after(ctx, slot, state, y)
     wide = y.dtype
     if D_C is not None:
         y = y + D_C.to(wide)[:, None] * x.to(wide)
@@ -88,25 +88,27 @@ def _selective_scan(
     state: Tensor | None,
     softplus: bool,
 ) -> tuple[Tensor, Tensor]:
-    """h · C in the accumulation dtype. States are [B, chunks, C, N]."""
+    """h · C in the accumulation dtype."""
     wide = accumulation_dtype(x_BCS.dtype)
     A, length = A_CN.to(wide), x_BCS.shape[2]
     dt = _step_sizes(dt_BCS, dt_bias_C, wide, softplus)
-    written, dt, B, C = (
-        chunked(m.transpose(1, 2), 1) for m in (dt * x_BCS.to(wide), dt, B_BNS.to(wide), C_BNS.to(wide))
-    )
+    written, dt, B, C = (_side_by_side(m.mT) for m in (dt * x_BCS.to(wide), dt, B_BNS.to(wide), C_BNS.to(wide)))
 
     def after(t: int, h: Tensor) -> Tensor:
-        return (dt[:, :, t, :, None] * A).exp() * h + written[:, :, t, :, None] * B[:, :, t, None]
+        return torch.addcmul(written[t, ..., None] * B[t, :, :, None], (dt[t, ..., None] * A).exp(), h)
 
     first = x_BCS.new_zeros(x_BCS.shape[0], *A.shape, dtype=wide) if state is None else state
-    h, last = _states_before_chunks(after, (dt.sum(2)[..., None] * A).exp(), first, dt.shape[2])
+    h, last = _states_before_chunks(after, (dt.sum(0)[..., None] * A).exp(), first, len(dt))
     out = []
-    for t in range(dt.shape[2]):
+    for t in range(len(dt)):
         h = after(t, h)
-        out.append((h @ C[:, :, t, :, None]).squeeze(-1))
-    y_BSC = torch.stack(out, 2).flatten(1, 2)[:, :length]
-    return y_BSC.transpose(1, 2), last
+        out.append((h @ C[t, ..., None]).squeeze(-1))
+    return torch.stack(out, 2).flatten(1, 2)[:, :length].mT, last
+
+
+def _side_by_side(x_BSC: Tensor) -> Tensor:
+    """[L, B, chunks, C] in memory: the t-th tokens of all chunks at t."""
+    return chunked(x_BSC, 1, min(CHUNK, x_BSC.shape[1])).movedim(2, 0).contiguous()
 
 
 def _states_before_chunks(
@@ -138,22 +140,22 @@ def linear_scan(x_BSC: Tensor, log_decay_BSC: Tensor, ctx: Context, *, slot: int
         h_BSC = state[:, None].to(x.dtype)
     else:
         h_BSC, state = _linear_sequence(x, log_decay_BSC, before_BC)
-    state_after(ctx, slot, state)
+    state_after(ctx, slot, state, h_BSC)
     return h_BSC
 
 
 def _linear_scan(x_BSC: Tensor, log_decay_BSC: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = accumulation_dtype(x_BSC.dtype)
-    x, log = (chunked(m.to(wide), 1) for m in (x_BSC, log_decay_BSC))
+    x, log = (_side_by_side(m.to(wide)) for m in (x_BSC, log_decay_BSC))
     decay = log.exp()
 
     def after(t: int, h: Tensor) -> Tensor:
-        return decay[:, :, t] * h + x[:, :, t]
+        return torch.addcmul(x[t], decay[t], h)
 
-    first = torch.zeros_like(x[:, 0, 0]) if state is None else state
-    h, last = _states_before_chunks(after, log.sum(2).exp(), first, x.shape[2])
+    first = torch.zeros_like(x[0, :, 0]) if state is None else state
+    h, last = _states_before_chunks(after, log.sum(0).exp(), first, len(x))
     out = []
-    for t in range(x.shape[2]):
+    for t in range(len(x)):
         h = after(t, h)
         out.append(h)
     return torch.stack(out, 2).flatten(1, 2)[:, : x_BSC.shape[1]].to(x_BSC.dtype), last

@@ -37,18 +37,34 @@ def sequence_operator(form: Form, fake: Form, tokens: Mapping[str, int], piece: 
     forward.register_fake(fake)
     backward.register_fake(lambda d_out, *given: [x.new_empty(x.shape) for x in pieces.tensors(given).values()])
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    def gradients_by(function: Callable[..., list[Tensor]]) -> Callable[..., tuple[Tensor | None, ...]]:
+        def gradients(ctx: Any, d_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+            given = [x if other is None else other for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+            found = dict(zip(pieces.tensors(given), function(d_out, *given), strict=True))
+            return tuple(found.get(i) for i in range(len(given)))
 
-    def gradients(ctx: Any, d_out: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        given = [x if other is None else other for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
-        found = dict(zip(pieces.tensors(given), backward(d_out, *given), strict=True))
-        return tuple(found.get(i) for i in range(len(given)))
+        return gradients
 
-    forward.register_autograd(gradients, setup_context=keep)
-    return forward
+    forward.register_autograd(gradients_by(backward), setup_context=_keep)
+
+    class Eager(torch.autograd.Function):
+        """The same without the operators, whose first call imports Dynamo: that takes a second, in every rank."""
+
+        forward = staticmethod(pieces.forward)
+        setup_context = staticmethod(_keep)
+        backward = staticmethod(gradients_by(pieces.backward))
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = (forward if torch.compiler.is_compiling() else Eager.apply)(*given)
+        return result
+
+    return run
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
 class _Pieces:

@@ -28,10 +28,10 @@ def state_before(ctx: Context, slot: int, name: str) -> Tensor | None:
     return None if ctx.position is None else _cache(ctx).state(slot)
 
 
-def state_after(ctx: Context, slot: int, state: Tensor) -> None:
-    """Keep `state`, where there is a cache. Raises RewriterError for one that requires a gradient."""
+def state_after(ctx: Context, slot: int, state: Tensor, out: Tensor) -> None:
+    """Keep `state`, where there is a cache. Raises RewriterError where `out`, the result, requires a gradient."""
     if ctx.cache is not None:
-        _cache(ctx).store_state(slot, state)
+        _cache(ctx).store_state(slot, state, out)
 
 
 def _cache(ctx: Context) -> StaticCache:

@@ -51,7 +51,7 @@ def state_space(
         y_BSHP = y_BHP[:, None]
     else:
         y_BSHP, state = _sequence(x, dt_BSH, A_H, B_BSGN, C_BSGN, D_H, dt_bias_H, before_BHPN, *options)
-    state_after(ctx, slot, state)
+    state_after(ctx, slot, state, y_BSHP)
     return y_BSHP
 
 

@@ -15,15 +15,16 @@ ALONE = 1  # what a layer takes or gives: the residual stream alone. (1,) where 
 vectors = int  # how many vectors of the hidden size that is. `sum` where values have widths
 
 
-def rewire(model, layers):
-    """Give every decoder layer of `model`, a SourceModel, the class that its config names for it."""
-    if model.config.rewriter_ranks != RANKS:
+def rewire(model, layers, config=None):
+    """Give every decoder layer of `model`, a SourceModel, the class that `config`, by default its own, names for it."""
+    config = model.config if config is None else config
+    if config.rewriter_ranks != RANKS:
         raise ValueError(
             f"this checkpoint is bound to tp={RANKS}: its layers compute {RANKS} ranks, config.rewriter_ranks is "
-            f"{model.config.rewriter_ranks}. Rewrite the original model for another number of ranks."
+            f"{config.rewriter_ranks}. Rewrite the original model for another number of ranks."
         )
-    refuse_engines(model.config)
-    kinds = model.config.rewriter_layers
+    refuse_engines(config)
+    kinds = config.rewriter_layers
     if kinds is None or len(kinds) != len(layers):
         raise ValueError(f"config.rewriter_layers names {len(kinds or ())} layers, the model has {len(layers)}")
     width = ALONE
@@ -50,7 +51,7 @@ def rewire(model, layers):
         layer.__class__ = layer_class
         use_per_rank_modules(layer)
         if taken != ALONE:
-            layer.packed_width = vectors(taken) * model.config.get_text_config().hidden_size
+            layer.packed_width = vectors(taken) * config.get_text_config().hidden_size
             layer.register_forward_pre_hook(require_packed_width, with_kwargs=True)
     if width != ALONE:
         raise ValueError(f"config.rewriter_layers ends with {kinds[-1]!r}, but the final norm takes the stream alone")

@@ -1,0 +1,80 @@
+"""Image-text-to-text types: the checks of one type by text, and what it emits given a picture.
+
+The config is the type's real one, with its towers and the class that its checkpoints name, shrunken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from rewriter.check.coverage.check import Subject, _require_equal, checked
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.coverage.report import Coverage
+from rewriter.check.per_rank_reference import LayerMode, PerRankReference
+from rewriter.check.pictures import picture
+
+CHECKS = ("builds", "traces", "ladder", "tp2", "emitted", "pixels")
+
+
+@dataclass
+class ImageCoverage(Coverage):
+    """The row of an image-text type. `pixels`: given a picture, the emitted ladder gives what hooks on the source do,
+    and gives something else for other pixels."""
+
+    pixels: bool = False
+
+
+def image_types() -> list[str]:
+    """The model types that AutoModelForImageTextToText knows, sorted."""
+    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def image_config(model_type: str) -> PreTrainedConfig:
+    """The small config of an image-text type, which names the class that its checkpoints are of."""
+    config = small_config(model_type)
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]
+    return config
+
+
+def check_images(model_type: str) -> ImageCoverage:
+    """Everything about one image-text type; raises nothing that a model or a rewrite may cause."""
+    row = ImageCoverage(model_type)
+    checked(row, ImageSubject, CHECKS)
+    return row
+
+
+class ImageSubject(Subject):
+    """A small image-text model, its program by text, and what it gives for a picture."""
+
+    result: ImageCoverage
+
+    def small_config(self) -> PreTrainedConfig:
+        return image_config(self.result.type)
+
+    def try_all(self, checks: Collection[str]) -> None:
+        """By text, then with a picture."""
+        self.run(checks)
+        self.result.reasons.pop("desync", None)
+        if self.result.emitted:
+            with self.noted("pixels"):
+                self._pixels()
+        else:
+            self.result.reasons["pixels"] = self.result.reasons.get("emitted", "")
+
+    def _layers(self) -> list[int]:
+        """Those that can be rewired: features of images are added between the first ones."""
+        joined = self.program.source.joined
+        return [layer for layer in super()._layers() if not joined or layer > joined]
+
+    @torch.no_grad()
+    def _pixels(self) -> None:
+        inputs = picture(self.model)
+        layers = {index for index, kind in enumerate(self.emitted.config.rewriter_layers) if kind.startswith("ladder")}
+        reference = PerRankReference(self.model, dict.fromkeys(layers, LayerMode("ladder")), 1)
+        expected, given = reference(**inputs), self.emitted(**inputs, use_cache=False).logits
+        _require_equal(given, expected, self.limit, "with a picture, what is emitted")

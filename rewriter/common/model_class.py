@@ -1,0 +1,36 @@
+"""The class of transformers that a checkpoint's config names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """AutoModelForCausalLM or AutoModelForImageTextToText: which of them builds the class that `config` names.
+
+    A type may have a class in both (Qwen3.5): `architectures` says which of them a checkpoint is of, and loaded as the
+    other one it would lose its vision tower. Where it names neither, the causal language model goes first.
+    """
+    kind = config.model_type
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    named = (config.architectures or [None])[0] == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+    return (
+        AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not named else AutoModelForImageTextToText
+    )
+
+
+def takes_images(architecture: str) -> bool:
+    """True if AutoModelForImageTextToText builds the class of that name for some type."""
+    return architecture in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+
+
+def has_class(model_type: Any) -> bool:
+    """True if transformers has a class for a type that continues text, with or without images."""
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
