@@ -60,6 +60,7 @@ SMALL = {
 MIXERS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_d_ssm"),
     ("mamba_num_heads", "mamba_head_dim", "expand", "mamba_d_ssm"),
+    ("num_heads", "head_dim", "expand", "mamba_d_ssm"),
 )
 # Groups of heads that share what they read (B and C of a state space).
 GROUPS = ("mamba_n_groups", "n_groups")
@@ -125,7 +126,7 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> d
     new |= {n: 2 * _few(data[n], ranks) for n in _integers(data, ("linear_num_heads",))}
     new |= {n: min(data[n], _few(data[n], ranks)) for n in _integers(data, GROUPS)}
     for count, size, expand, inner in MIXERS:
-        if isinstance(data.get(count), int) and isinstance(data.get(size), int):
+        if len(_integers(data, (count, size))) == 2 and (count != "num_heads" or isinstance(data.get(expand), int)):
             new[count] = 2 * _few(data[count], ranks)
             new[size] = max(int(data.get(expand) or 1) * width // new[count], 4)
             if isinstance(data.get(inner), int):

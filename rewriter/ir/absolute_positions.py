@@ -14,6 +14,7 @@ from torch import fx
 
 from rewriter.ir import Body, Leaf, Module, Program, args_of, called_module, ops, placeholders, walk_modules
 from rewriter.ir.op_semantics import argument, aten, function_of, kind_of
+from rewriter.ir.row_positions import by_position
 
 
 def counts_tokens(program: Program) -> str | None:
@@ -64,7 +65,7 @@ def _ends_in_bias(node: fx.Node, biases: set[tuple[fx.Node, fx.Node]]) -> bool:
 
 def position_table(program: Program) -> int | None:
     """For how many positions the model has vectors, where it looks them up in a table; None where it computes them."""
-    original = program.origin or program
+    original = by_position(program.origin or program)
     first = {node: 0 for node in placeholders(original.graph) if node.target == "position_ids"}
     return min(_tables(original.graph, original.modules, first), default=None)
 

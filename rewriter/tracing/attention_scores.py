@@ -7,6 +7,7 @@ becomes a MaskSpec; everything else is a position bias.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.ir.ops import MaskSpec
 from rewriter.tracing.masks import HIDDEN, StaticGraph, seen_by
 
-_SLOPE_LENGTHS = (100, 5)  # at which a bias is looked at
+_SLOPE_LENGTHS, _FAR = (21, 5), (512, 256, 128, 64)  # at which a bias is looked at
 
 
 class UnknownScores(Exception):
@@ -190,23 +191,22 @@ class Scores:
 
     def _slopes(self, term: Term, heads: int) -> torch.Tensor | None:
         value = self.static.of(term.node)
-        if value is None:
+        if value is None or value.coarse:
             return None
-        found = []
-        for length in _SLOPE_LENGTHS:
-            grid = value.evaluate(length, MaskSpec("bidirectional")).float() * term.factor
-            grid = grid[0] if grid.dim() == 4 and len(grid) == 1 else grid
-            if grid.dim() != 3 or len(grid) not in (1, heads) or grid.shape[1:] not in ((1, length), (length, length)):
-                return None
-            steps = (grid[..., -1:] - grid[..., :1]) / (length - 1)  # [H or 1, S or 1, 1]
-            line = grid[..., :1] + steps * torch.arange(length)
-            if not torch.allclose(grid, line, rtol=1e-5, atol=1e-5 * float(steps.abs().max())):
-                return None
-            if not torch.allclose(steps, steps[:, :1].expand_as(steps), rtol=1e-5, atol=0.0):
-                return None
-            found.append(steps[:, 0, 0].expand(heads))
-        long, short = found
-        return long if torch.allclose(long, short, rtol=1e-5, atol=0.0) else None
+
+        def line(length: int) -> torch.Tensor | None:
+            """[H or 1]: what each of `length` keys adds, if all add the same."""
+            values = value.evaluate(length, MaskSpec("bidirectional")).float() * term.factor
+            return _line(values[0] if values.dim() == 4 and len(values) == 1 else values, length, heads)
+
+        short, shorter = map(line, _SLOPE_LENGTHS)
+        if short is None or shorter is None or not torch.allclose(short, shorter, rtol=1e-5, atol=0.0):
+            return None
+        for length in _FAR:  # the longest that the model's buffers have
+            with contextlib.suppress(RuntimeError, IndexError):
+                if value.evaluate(length, MaskSpec("bidirectional")).shape[-1] == length:
+                    return None if line(length) is None else short.expand(heads)
+        return short.expand(heads)
 
     def rule(self) -> tuple[MaskSpec, list[Term]]:
         """(what may be seen, the terms that are biases). Raises UnknownScores where MaskSpec has no such rule."""
@@ -244,6 +244,17 @@ class Scores:
         assert value is not None
         values = [value.evaluate(length, None) * term.factor for length in (1, 21)]
         return not any(((each != 0) & (each > HIDDEN)).any() for each in values)
+
+
+def _line(grid: torch.Tensor, length: int, heads: int) -> torch.Tensor | None:
+    """[H or 1]: what each value of `grid` [H or 1, S or 1, T] adds to that of the key before, if all add the same."""
+    if grid.dim() != 3 or len(grid) not in (1, heads) or grid.shape[1:] not in ((1, length), (length, length)):
+        return None
+    steps = (grid[..., -1:] - grid[..., :1]) / (length - 1)
+    line = grid[..., :1] + steps * torch.arange(length)
+    if not torch.allclose(grid, line, rtol=1e-5, atol=1e-5 * float(steps.abs().max())):
+        return None
+    return steps[:, 0, 0] if torch.allclose(steps, steps[:, :1].expand_as(steps), rtol=1e-5, atol=0.0) else None
 
 
 _READERS: dict[str, Callable[[Scores, fx.Node, float, bool], None]] = {

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of, ops
-from rewriter.ir.op_semantics import kind_of, operator_of
+from rewriter.ir.op_semantics import function_of, kind_of, operator_of
 from rewriter.ir.ops import MaskSpec
+from rewriter.tracing.meta_model import TRACE_DTYPE
 
 # an additive score this low has a weight of exactly 0 in float32, unless every key has it
 HIDDEN = -1000.0
@@ -155,13 +156,15 @@ class Static:
     `evaluate(length, stand_in)` is its value for one row of `length` tokens; the lifted masks inside follow `stand_in`
     instead of their own rule where one is given. `masks` are those rules, `largest` is the largest number that stands
     in the computation (a window that short lengths would not show). `sized`: whether any number stands there
-    from which a size could be computed; without one no window has a size.
+    from which a size could be computed; without one no window has a size. `coarse`: numbers were added or multiplied in
+    the model's dtype, of which a short one rounds large numbers.
     """
 
     evaluate: Callable[[int, MaskSpec | None], Any]
     masks: frozenset[MaskSpec] = frozenset()
     largest: int = 0
     sized: bool = False
+    coarse: bool = False
 
 
 class StaticGraph:
@@ -214,6 +217,11 @@ class StaticGraph:
         largest = max([0, *numbers, *(s.largest for s in known.values())])
         sized = any(map(_is_size, leaves)) or any(s.sized for s in known.values())
 
+        arithmetic = function_of(node) in ("add", "sub", "mul", "div")
+        coarse = (arithmetic and getattr(node.meta.get("val"), "dtype", None) == TRACE_DTYPE) or any(
+            s.coarse for s in known.values()
+        )
+
         def evaluate(length: int, stand_in: MaskSpec | None) -> Any:
             values: dict[fx.Node, Any] = {n: s.evaluate(length, stand_in) for n, s in known.items()}
             if node.target is ops.additive_mask:
@@ -225,7 +233,7 @@ class StaticGraph:
             args, kwargs = fx.map_arg((node.args, kwargs), values.__getitem__)
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-        return Static(functools.cache(evaluate), masks, largest, sized)
+        return Static(functools.cache(evaluate), masks, largest, sized, coarse)
 
     def _filled(self, node: fx.Node, number: Any, length: int) -> torch.Tensor:
         """A tensor of one number, of which another one may only lend the size."""

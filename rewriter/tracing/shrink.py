@@ -158,7 +158,25 @@ def _shrink_table(
             new[name] = sum(layer < value for layer in layers)
         elif name in _LAST_LAYERS and isinstance(value, int):
             new[name] = sum(layer >= count - value for layer in layers)
+    if (head_size := _of_two_parts(data, new)) is not None:
+        new["head_dim"] = head_size
     return new
+
+
+def _of_two_parts(data: Mapping[str, Any], new: Mapping[str, Any]) -> int | None:
+    """The small `head_dim` where the real one is the sum of a head's parts without and with rotation, in any layer."""
+
+    def parts(table: Mapping[str, Any], own: Mapping[str, Any]) -> int | None:
+        sizes = [own.get(name, table.get(name)) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+        return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+    def settings(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        keyed = [table[name] for name in _KEYED_BY_LAYER if isinstance(table.get(name), dict)]
+        return [{}, *(own for by_layer in keyed for own in by_layer.values() if isinstance(own, dict))]
+
+    if not any(parts(data, own) == data.get("head_dim") is not None for own in settings(data)):
+        return None
+    return max(size for own in settings(new) if (size := parts(new, own)) is not None)
 
 
 def _in_proportion(settings: Mapping[str, Any], real: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:

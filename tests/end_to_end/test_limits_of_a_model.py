@@ -87,7 +87,7 @@ def test_tokens_given_to_the_module(place: Path) -> None:
     ("kind", "positions"),
     [
         *(("opt", 24), ("gptj", 24), ("ctrl", 24), ("llama", None)),
-        *(pytest.param(kind, 24, marks=pytest.mark.slow) for kind in ("gpt2", "biogpt", "xglm")),
+        *(pytest.param(kind, 24, marks=pytest.mark.slow) for kind in ("gpt2", "biogpt", "xglm", "bart")),
     ],
 )
 def test_a_table_of_positions_is_known(kind: str, positions: int | None) -> None:
@@ -97,6 +97,7 @@ def test_a_table_of_positions_is_known(kind: str, positions: int | None) -> None
         "gptj": {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8},
         "ctrl": {"n_embd": 32, "n_layer": 1, "n_head": 2, "dff": 32},
         "xglm": {"d_model": 32, "num_layers": 1, "attention_heads": 2, "ffn_dim": 32},
+        "bart": {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32},
         "opt": {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     }.get(kind, {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32})
     assert position_table(rw.trace(AutoConfig.for_model(kind, **sizes, **other))) == positions

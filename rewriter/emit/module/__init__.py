@@ -231,14 +231,14 @@ class _Emitter:
         first.run()
         lines, env = first.text, first.env
         calls = []
-        for layer, entry, region in zip(layers, entries, outline.layers, strict=True):
+        for index, (layer, entry, region) in enumerate(zip(layers, entries, outline.layers, strict=True)):
             taken = ", ".join([*map(previous, entry.reads), *(env[n] for n in entry.takes)])
             env |= wiring.names_of(entry.gives)
             if not region.nodes:  # nothing of it is needed
                 continue
             given = f"{', '.join(env[n] for n in entry.gives)} = " if entry.gives else ""
             called = f".{name}" if (name := layer.calls[method].method) else ""
-            calls.append((layer.cls.name, entry.reads, f"{given}{{}}{called}({taken})"))
+            calls.append((index, layer.cls.name, entry.reads, f"{given}{{}}{called}({taken})"))
         lines += _loops(calls, f"self.{self.source_info.layers}")
         result = args_of(wiring.program.graph.output_node())[0]
         if not isinstance(result, fx.Node):
@@ -295,11 +295,14 @@ def _folded(items: list[str]) -> str:
     return ", ".join(parts) + ("," if len(parts) == 1 else "")
 
 
-def _loops(calls: list[tuple[str, tuple[int, ...], str]], layers: str) -> list[str]:
-    """Calls of layers (class, which layers before it calls, text); equal ones in a loop."""
-    lines, i = [], 0
-    for (_, reads, text), run in itertools.groupby(calls):
-        j = i + len(list(run))
+def _loops(calls: list[tuple[int, str, tuple[int, ...], str]], layers: str) -> list[str]:
+    """Calls of layers (number, class, which layers before it calls, text); equal ones that follow each other in a
+    loop."""
+    lines = []
+    for _, run in itertools.groupby(enumerate(calls), lambda item: (item[1][0] - item[0], *item[1][1:])):
+        alike = [call for _, call in run]
+        i, _, reads, text = alike[0]
+        j = i + len(alike)
         if reads:
             names = ", ".join([*map(previous, reads), "layer"])
             slices = ", ".join(f"{layers}[{i - before}:{j - before}]" for before in (*reads, 0))
@@ -308,7 +311,6 @@ def _loops(calls: list[tuple[str, tuple[int, ...], str]], layers: str) -> list[s
             lines.append(f"for layer in {layers}[{i}:{j}]:")
         inside = bool(reads) or j - i > 1
         lines.append(f"    {text.format('layer')}" if inside else text.format(f"{layers}[{i}]"))
-        i = j
     return lines
 
 

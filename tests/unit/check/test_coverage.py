@@ -22,7 +22,7 @@ from rewriter.convert import main_job
 from rewriter.ir import Body, Program
 from rewriter.tracing import per_head, trace
 from rewriter.tracing.meta_model import build_skeleton
-from rewriter.tracing.shrink import depth, text_config
+from rewriter.tracing.shrink import depth, representatives, shrink, text_config
 
 pytestmark = pytest.mark.tracer
 
@@ -187,6 +187,14 @@ def test_a_small_config_keeps_the_kinds_of_layers_and_divides_by_four(model_type
     assert text.num_attention_heads % 4 == 0
     model = build_skeleton(config).model
     assert sum(p.numel() for p in model.parameters()) < 3e6
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mamba2", "dots3_note_text", "deepseek_v3", "falcon_h1"])
+def test_a_small_config_can_be_shrunken_again(model_type: str) -> None:
+    """As the verification of its conversion does."""
+    config = small_config(model_type)
+    again = shrink(config, representatives(config, []), 2)
+    assert sum(p.numel() for p in build_skeleton(again).model.parameters()) < 3e6
 
 
 @pytest.mark.slow

@@ -182,7 +182,8 @@ def test_every_spelling_is_one_attention_node(spelling: str) -> None:
     assert [n.kwargs["mask"] for n in nodes] == [MaskSpec("causal") if window is None else MaskSpec("window", window)]
     assert nodes[0].kwargs["scale"] == pytest.approx(1.0 if spelling == "scaled_first" else SIZE**-0.5)
     assert nodes[0].kwargs.get("softcap") == (5.0 if spelling == "capped" else None)
-    assert ("bias" in nodes[0].kwargs) == (spelling == "with_alibi")
+    assert "bias" not in nodes[0].kwargs
+    assert ("slopes" in nodes[0].kwargs) == (spelling == "with_alibi")
     assert not any(n.target is torch.ops.aten.softmax.int for n in body.graph.nodes)
     for x, mask, wanted in expected.values():
         assert relative_error(run(body, x, mask, weights), wanted) <= 1e-5
@@ -228,6 +229,39 @@ def test_what_only_looks_like_attention_stays_as_it_is(spell: Callable[..., torc
         wanted = module(x, mask)
     body = traced(module, MaskSpec("causal"))
     assert not any(n.target is ops.attention for n in body.graph.nodes)
+    assert relative_error(run(body, x, mask, weights), wanted) <= 1e-5
+
+
+BIASES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[float] | None]] = {
+    "by key": (lambda s, t: t * 1.0 + 0 * s, [0.5, 0.25, 0.125, 0.0625]),
+    "by distance": (lambda s, t: (t - s) * 1.0, [0.5, 0.25, 0.125, 0.0625]),
+    "shifted by query": (lambda s, t: t - 3.0 * s, [0.5, 0.25, 0.125, 0.0625]),
+    "steps that grow": (lambda s, t: (t - s) ** 2.0, None),
+    "steps that stop": (lambda s, t: (t - s).clamp(min=-200) * 1.0, None),
+    "another slope for each query": (lambda s, t: t * s * 1.0, None),
+    "computed in the model's dtype": (lambda s, t: t.to(TRACE_DTYPE) * 1.0 + 0 * s, None),
+}
+
+
+@pytest.mark.parametrize(("bias", "slopes"), BIASES.values(), ids=BIASES)
+def test_a_bias_is_a_slope_where_every_key_adds_the_same(bias: Any, slopes: list[float] | None) -> None:
+    def spell(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+        places = torch.arange(q.shape[2], device=q.device)
+        heads = 2.0 ** -torch.arange(1, HEADS + 1, device=q.device)
+        added = heads[:, None, None] * bias(places[:, None] + 0 * places, places + 0 * places[:, None])
+        return torch.softmax(q @ k.transpose(-1, -2) * SIZE**-0.5 + added + mask, dim=-1).to(v.dtype) @ v
+
+    module = Written(spell).eval()
+    weights = weights_of(module)
+    x = torch.randn(2, 21, WIDTH, generator=torch.Generator().manual_seed(0))
+    mask = additive(MaskSpec("causal"), 2, 21, torch.float32)
+    with torch.no_grad():
+        wanted = module(x, mask)
+    body = traced(module, MaskSpec("causal"))
+    (node,) = (n for n in body.graph.nodes if n.target is ops.attention)
+    assert ("slopes" in node.kwargs, "bias" in node.kwargs) == (slopes is not None, slopes is None)
+    if slopes is not None:
+        assert body.buffers[str(node.kwargs["slopes"].target)].tolist() == slopes
     assert relative_error(run(body, x, mask, weights), wanted) <= 1e-5
 
 
@@ -324,7 +358,9 @@ def test_models_with_attention_of_their_own_are_exact_on_one_device_and_on_sever
     nodes = [n for body in bodies for n in body.graph.nodes if n.target is ops.attention]
     windows = {MaskSpec("window", 9)} if name == "gpt_neo" else set()
     assert {n.kwargs["mask"] for n in nodes} == {MaskSpec("causal"), *windows}
-    assert any("bias" in n.kwargs for n in nodes) == (name in ("mpt", "falcon-alibi"))
+    # Falcon multiplies slopes and places in bf16, which are no line far away
+    assert any("bias" in n.kwargs for n in nodes) == (name == "falcon-alibi")
+    assert any("slopes" in n.kwargs for n in nodes) == (name == "mpt")
     split = tensor_parallel(program, 4)
     assert f"{config.num_hidden_layers} attention blocks" in split.history[-1].summary
     for length in (1, 21, 100):
