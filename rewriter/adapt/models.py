@@ -25,6 +25,7 @@ from transformers import AutoConfig
 
 from rewriter.common.model_class import auto_class
 from rewriter.ir.phases import REWIRED
+from rewriter.runtime.cache import StateSpec
 from rewriter.runtime.context import Context
 from rewriter.runtime.module import LocalLogits, RuntimeModel
 from rewriter.tracing.meta_model import find_layers
@@ -156,14 +157,22 @@ class ShardedModel:
 
     def __init__(self, module: RuntimeModel) -> None:
         self.module: nn.Module = module
+        self.carries_state = carries_state(module)
         self.group = module.replicas.group
 
     def __call__(self, batch: Batch, module: nn.Module | None = None) -> TokenStates:
         phased = cast(RuntimeModel, self.module).phase is not None
-        context = Context(segment_ids=batch["segment_ids"], rewired=batch.get(REWIRED) if phased else None)
+        # rows with a state are not packed, and nothing of theirs reads the padding behind them
+        segments = None if self.carries_state else batch["segment_ids"]
+        context = Context(segment_ids=segments, rewired=batch.get(REWIRED) if phased else None)
         output = (module or self.module)(batch["input_ids"], ctx=context, gather=False)
         assert isinstance(output, LocalLogits)
         return TokenStates(output.logits, output.indices)
+
+
+def carries_state(module: RuntimeModel) -> bool:
+    """True if a mixer of `module` carries a state from token to token."""
+    return any(isinstance(spec, StateSpec) for spec in module.slots)
 
 
 # --- packed rows

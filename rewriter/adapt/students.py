@@ -26,6 +26,7 @@ from rewriter.adapt.models import (
     Model,
     ShardedModel,
     base_of,
+    carries_state,
     freeze_towers,
     freeze_unchanged,
     frozen,
@@ -213,16 +214,22 @@ def student(run: Run) -> Student:
     if options.sharded:
         program = rewritten(run.opened, run.source, tp=options.tp, sp=options.sp)
         sharded = _runtime(run, program, "student")
+        if options.packing and carries_state(sharded):
+            raise _not_packed(run, "a state goes from one example of a packed row to the next")
         if options.zero == "3":
             shard_parameters(sharded, param_dtype=torch.bfloat16 if run.bf16 else None)
         return Student(ShardedModel(sharded), run.ranks.rank % options.tp, program)
     built = _hugging_face_student(run)
     if options.packing and not isolates_segments(built.model.module):
-        raise RewriterError(
-            f"{run.opened.manifest.source.model_type}: in transformers, tokens of a packed row see those of other "
-            "examples. Train with --no-packing, which pads every example to a row of its own"
-        )
+        raise _not_packed(run, "in transformers, tokens of a packed row see those of other examples")
     return built
+
+
+def _not_packed(run: Run, why: str) -> RewriterError:
+    return RewriterError(
+        f"{run.opened.manifest.source.model_type}: {why}. Train with --no-packing, which pads every example to a row "
+        "of its own"
+    )
 
 
 def _runtime(run: Run, program: Program, name: str) -> RuntimeModel:
