@@ -25,8 +25,8 @@ def sequence_operator(
     `form` takes tensors, or None, of which `tokens` gives the dimension of tokens where there is one, `state`, that
     before the first token or None for zeros, and options. It returns outputs, of which tokens are where its first
     argument has them, and the state after the last token; no gradient goes through that. `fake` returns empty tensors
-    like them. At most `piece` tokens are computed at once. `kernel` computes what it does not answer with None; the
-    gradient is always that of `form`.
+    like them. At most `piece` tokens are computed at once. `kernel` is asked first, of the same arguments, and
+    answers None where it computes nothing; the gradient is always that of `form`.
     """
     schema = torch.library.infer_schema(form, mutates_args=())
     name, pieces = f"rewriter::{form.__name__.strip('_')}", _Pieces(form, tokens, piece, kernel)
