@@ -25,6 +25,7 @@ from rewriter.common.text_settings import quantization_settings
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.output.manifest import read_manifest
 from rewriter.tracing.length_rotary import rotary_by_length
+from rewriter.tracing.mixer_functions import loop_over_tokens
 
 # A protobuf file ends at 2 GiB; above this many bytes of weights they are in FILE.data. Some room is for the graph.
 MAX_INLINE_BYTES = 1_900_000_000
@@ -50,6 +51,11 @@ def export_onnx(directory: Path, file: Path, context: RunContext = RunContext())
     if not file.parent.is_dir():
         raise RewriterError(f"{file.parent}: no such directory to write {file.name} to. Make it first.")
     model = _load(directory, context.trust_remote_code)
+    if (where := loop_over_tokens(model)) is not None:
+        raise RewriterError(
+            f"ONNX export: {where} computes its state in a loop as long as the sequence, and these files are for any "
+            "length. Run the model with `rewrite generate`, or serve it in vLLM"
+        )
     with tempfile.TemporaryDirectory(prefix=f".{file.name}.writing-", dir=file.parent) as staging:
         written = Path(staging) / file.name
         _write(model, written)

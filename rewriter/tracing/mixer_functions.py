@@ -166,6 +166,20 @@ def lifted_mixers(model: nn.Module) -> Iterator[None]:
             names.update(own)
 
 
+# of these, the plain form is a loop over a sequence or its chunks, as many times as the sequence is long
+_LOOPS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_selective_scan")
+
+
+def loop_over_tokens(model: nn.Module) -> str | None:
+    """The first module of `model` whose forward loops over tokens in Python, and the function that does; None where
+    there is none."""
+    for path, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if looping := next((name for name in _LOOPS if code is not None and name in code.co_names), None):
+            return f"{path} ({looping})"
+    return None
+
+
 def is_lifted(module: nn.Module) -> bool:
     """True if a forward in `module` can call one of the functions above."""
     return any(_LIFTED.keys() & (_globals_of(type(m)) or {}).keys() for m in module.modules())

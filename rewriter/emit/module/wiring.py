@@ -16,7 +16,7 @@ from rewriter.emit.python_source import attribute, free_name
 from rewriter.emit.statements import StatementPrinter, returning
 from rewriter.ir import Body, Program, args_of, nodes_inside, ops
 from rewriter.ir.communication import local_values
-from rewriter.ir.marks import in_stream, mark, marks, running_layer, stream_index
+from rewriter.ir.marks import in_stream, mark, marks, running_layer, set_marks, stream_index
 
 
 def previous(distance: int) -> str:
@@ -67,10 +67,26 @@ class Segments:
         return [f"    def {n}{t}" for n, t in list(zip(self.names, self.texts, strict=True))[first:]]
 
 
+def with_parameters_where_read(program: Program) -> Program:
+    """Each parameter that the wiring itself reads is read right before its user, which may be behind a collective."""
+    if not any(node.op == "get_attr" for node in program.graph.nodes):
+        return program
+    graph, _ = program.edit()
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                own = graph.node_copy(node)
+            set_marks(own, marks(user).only("layer", "runs_in", "beside"))
+            user.replace_input_with(node, own)
+        graph.erase_node(node)
+    return program.with_(graph=graph)
+
+
 class Wiring:
     """A wiring of `program`, which it prints entry by entry, with the classes of its bodies in `table`."""
 
     def __init__(self, program: Program, table: ClassTable) -> None:
+        program = with_parameters_where_read(program)
         self.program, self.table = program, table
         self.outline = with_values_in_flight(outline(program.graph, program.source.num_layers))
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from rewriter.ir.recurrences import L2_EPSILON
 from rewriter.kernels import accumulation_dtype
+from rewriter.runtime.compiled import in_memory
 from rewriter.runtime.context import Context
+from rewriter.runtime.mixers import kernels
 from rewriter.runtime.mixers.chunks import chunked, decay_matrix, lower
 from rewriter.runtime.mixers.sequence_operator import sequence_operator
 from rewriter.runtime.mixers.state import state_after, state_before, without_padding
@@ -70,14 +72,14 @@ def _one_token(
 ) -> tuple[Tensor, Tensor]:
     """The state is read for both products at once, and once more when it is written: o = (exp(g) q)ᵀh + (q · k) u."""
     q, k, v, g, beta = _wide(v_BHE, q_BGD, k_BGD, v_BHE, g, beta_BH)
-    q_BHD, k_BHD = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in _normed(q, k, l2norm))
-    decay = (g if g.dim() == 3 else g[..., None]).exp()  # [B, H, D or 1]
+    q_BHD, k_BHD = (in_memory(x.repeat_interleave(v.shape[1] // x.shape[1], 1)) for x in _normed(q, k, l2norm))
+    decay = in_memory((g if g.dim() == 3 else g[..., None]).exp())  # [B, H, D or 1]
     if h_BHDE is None:
         h_BHDE = v.new_zeros(*v.shape[:2], k_BHD.shape[2], v.shape[2])
-    read_BHE = (h_BHDE * (decay * q_BHD)[..., None]).sum(2)
+    read_BHE = (h_BHDE * in_memory(decay * q_BHD)[..., None]).sum(2)
     if delta:
-        v = v - (h_BHDE * (decay * k_BHD)[..., None]).sum(2)
-    u_BHE = beta[..., None] * v
+        v = v - (h_BHDE * in_memory(decay * k_BHD)[..., None]).sum(2)
+    u_BHE = in_memory(beta[..., None] * v)
     o_BHE = scale * (read_BHE + (q_BHD * k_BHD).sum(2)[..., None] * u_BHE)
     return o_BHE.to(v_BHE.dtype), decay[..., None] * h_BHDE + k_BHD[..., None] * u_BHE[:, :, None]
 
@@ -166,5 +168,5 @@ def _fake(q_BSGD: Tensor, k_BSGD: Tensor, v_BSHE: Tensor, *rest: Any) -> tuple[T
 
 
 _sequence = sequence_operator(
-    _delta_rule, _fake, dict.fromkeys(("q_BSGD", "k_BSGD", "v_BSHE", "g", "beta_BSH"), 1), _PIECE
+    _delta_rule, _fake, dict.fromkeys(("q_BSGD", "k_BSGD", "v_BSHE", "g", "beta_BSH"), 1), _PIECE, kernels.delta_rule
 )

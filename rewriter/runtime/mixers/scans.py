@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.context import Context
+from rewriter.runtime.mixers import kernels
 from rewriter.runtime.mixers.chunks import CHUNK, chunked
 from rewriter.runtime.mixers.sequence_operator import sequence_operator
 from rewriter.runtime.mixers.state import state_after, state_before, without_padding
@@ -172,6 +173,10 @@ def _linear_fake(x_BSC: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 _selective_sequence = sequence_operator(
-    _selective_scan, _selective_fake, dict.fromkeys(("x_BCS", "dt_BCS", "B_BNS", "C_BNS"), 2), _PIECE
+    _selective_scan,
+    _selective_fake,
+    dict.fromkeys(("x_BCS", "dt_BCS", "B_BNS", "C_BNS"), 2),
+    _PIECE,
+    kernels.selective_scan,
 )
 _linear_sequence = sequence_operator(_linear_scan, _linear_fake, dict.fromkeys(("x_BSC", "log_decay_BSC"), 1), _PIECE)

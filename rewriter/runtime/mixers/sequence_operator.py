@@ -17,16 +17,19 @@ from torch import Tensor
 Form = Callable[..., tuple[Tensor, Tensor]]
 
 
-def sequence_operator(form: Form, fake: Form, tokens: Mapping[str, int], piece: int) -> Form:
+def sequence_operator(
+    form: Form, fake: Form, tokens: Mapping[str, int], piece: int, kernel: Callable[..., Any] = lambda *given: None
+) -> Form:
     """`form` as the operator rewriter::NAME, with a gradient in all its tensors but `state`.
 
     `form` takes tensors, or None, of which `tokens` gives the dimension of tokens where there is one, `state`, that
     before the first token or None for zeros, and options. It returns outputs, of which tokens are where its first
     argument has them, and the state after the last token; no gradient goes through that. `fake` returns empty tensors
-    like them. At most `piece` tokens are computed at once.
+    like them. At most `piece` tokens are computed at once. `kernel` computes what it does not answer with None; the
+    gradient is always that of `form`.
     """
     schema = torch.library.infer_schema(form, mutates_args=())
-    name, pieces = f"rewriter::{form.__name__.strip('_')}", _Pieces(form, tokens, piece)
+    name, pieces = f"rewriter::{form.__name__.strip('_')}", _Pieces(form, tokens, piece, kernel)
     forward = torch.library.custom_op(name, pieces.forward, mutates_args=(), schema=schema)
     backward = torch.library.custom_op(
         f"{name}_backward",
@@ -70,9 +73,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 class _Pieces:
     """A form over pieces of a sequence, one after the other."""
 
-    def __init__(self, form: Form, tokens: Mapping[str, int], piece: int) -> None:
+    def __init__(self, form: Form, tokens: Mapping[str, int], piece: int, kernel: Callable[..., Any]) -> None:
         names = list(inspect.signature(form).parameters)
-        self.form, self.piece, self.state = form, piece, names.index("state")
+        self.form, self.kernel, self.piece, self.state = form, kernel, piece, names.index("state")
         self.tokens = {names.index(name): dimension for name, dimension in tokens.items()}
 
     def tensors(self, given: Sequence[Any]) -> dict[int, Tensor]:
@@ -82,6 +85,8 @@ class _Pieces:
     def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
         state, out = given[self.state], []
         with torch.autocast(given[0].device.type, enabled=False):
+            if (made := self.kernel(*given)) is not None:
+                return made[0].contiguous(), made[1].contiguous()
             for start in self._starts(given):
                 of_piece, state = self.form(*self._cut(given, start, state))
                 out.append(of_piece)

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
+from rewriter.runtime.compiled import in_memory
 from rewriter.runtime.context import Context
+from rewriter.runtime.mixers import kernels
 from rewriter.runtime.mixers.chunks import chunked, decay_matrix
 from rewriter.runtime.mixers.sequence_operator import sequence_operator
 from rewriter.runtime.mixers.state import state_after, state_before, without_padding
@@ -82,8 +84,8 @@ def _one_token(
     dt_BH = _step_sizes(dt_BH, dt_bias_H, wide, softplus, low, high)
     if h_BHPN is None:
         h_BHPN = x.new_zeros(*x.shape, B_BHN.shape[2])
-    write_BHPN = (dt_BH[..., None] * x)[..., None] * B_BHN[:, :, None]
-    state = (dt_BH * A_H.to(wide)).exp()[..., None, None] * h_BHPN + write_BHPN
+    write_BHPN = in_memory(dt_BH[..., None] * x)[..., None] * B_BHN[:, :, None]
+    state = in_memory((dt_BH * A_H.to(wide)).exp())[..., None, None] * h_BHPN + write_BHPN
     y_BHP = (state * C_BHN[:, :, None]).sum(3)
     return (y_BHP if D_H is None else y_BHP + D_H.to(wide)[:, None] * x).to(x_BHP.dtype), state
 
@@ -130,4 +132,6 @@ def _fake(x_BSHP: Tensor, dt_BSH: Tensor, A_H: Tensor, B_BSGN: Tensor, *rest: An
     return x_BSHP.new_empty(x_BSHP.shape), state
 
 
-_sequence = sequence_operator(_state_space, _fake, dict.fromkeys(("x_BSHP", "dt_BSH", "B_BSGN", "C_BSGN"), 1), _PIECE)
+_sequence = sequence_operator(
+    _state_space, _fake, dict.fromkeys(("x_BSHP", "dt_BSH", "B_BSGN", "C_BSGN"), 1), _PIECE, kernels.state_space
+)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from mixer_cases import BATCH, CASES, PADDING, SPECS, Case
@@ -10,7 +14,7 @@ import rewriter.runtime as runtime
 from rewriter import RewriterError
 from rewriter.ir import ops
 from rewriter.runtime import Context, SequenceAxis, SequenceCache, SlotSpec, StaticCache
-from rewriter.runtime.mixers import convolution, delta_rule, scans, state_space
+from rewriter.runtime.mixers import convolution, delta_rule, kernels, scans, state_space
 
 LENGTH = 150  # more than two chunks
 RECURRENCES = [CASES[3], CASES[6], CASES[8], CASES[11], CASES[14]]
@@ -192,3 +196,61 @@ def test_what_a_state_cannot_do_is_refused():
             cache = StaticCache([SPECS[case.name]], BATCH, 9, torch.float64)
             with pytest.raises(RewriterError, match="its states require a gradient"):
                 run(case, case.part(inputs, 0, step), Context(cache))
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False
+):
+    """fla's, for as many key heads as value heads."""
+    assert q.dtype == k.dtype == v.dtype == beta.dtype == torch.bfloat16
+    assert output_final_state
+    return delta_rule._delta_rule(q, k, v, g, beta, initial_state, use_qk_l2norm_in_kernel, scale, True)
+
+
+def mamba_chunk_scan_combined(
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
+):  # fmt: skip
+    assert return_final_states
+    return state_space._state_space(x, dt, A, B, C, D, dt_bias, initial_states, dt_softplus, *dt_limit)
+
+
+def selective_scan_fn(
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
+):
+    assert return_last_state
+    y, last = scans._selective_scan(u, delta, A, B, C, delta_bias, None, delta_softplus)
+    return y.to(u.dtype), last
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("case", RECURRENCES, ids=str)
+def test_kernels_of_other_packages_are_given_what_they_take(case, installed, monkeypatch):
+    """Stand-ins of their signatures, as if tensors were on a GPU; an older one without an option is not used."""
+    used = []
+
+    def module(function, strip=False):
+        def run(*given, **named):
+            used.append(function.__name__)
+            return function(*given, **named)
+
+        if not strip:
+            run.__signature__ = inspect.signature(function)
+        return SimpleNamespace(**{function.__name__: run, "chunk_kda": run})
+
+    places = {
+        "fla.ops.gated_delta_rule": chunk_gated_delta_rule, "fla.ops.kda": chunk_gated_delta_rule,
+        "mamba_ssm.ops.triton.ssd_combined": mamba_chunk_scan_combined,
+        "mamba_ssm.ops.selective_scan_interface": selective_scan_fn,
+    }  # fmt: skip
+    for place, function in places.items():
+        monkeypatch.setitem(sys.modules, place, module(function, strip=not installed))
+    kernels._kernel.cache_clear()
+    monkeypatch.setattr(kernels, "runs_kernels", lambda x: x.dtype == torch.bfloat16)
+    inputs = cast(case.inputs(LENGTH), torch.bfloat16)
+    cache = StaticCache([SPECS[case.name]], BATCH, 9, torch.bfloat16)
+    got = cached(case, inputs, [60, 60, *[1] * 30], cache=cache)
+    check(case, got, case.expected(inputs), tolerance=2e-2)
+    calls = {"linear_scan": 0, "selective_scan": 1}.get(case.name, 2)
+    assert len(used) == (calls if installed else 0)
+    kernels._kernel.cache_clear()

@@ -37,9 +37,9 @@ def graphs():
 
 
 @torch.no_grad()
-def expected(prompts, count=COUNT):
+def expected(prompts, count=COUNT, of_each=2):
     """Each prompt alone, every token by its whole sequence from zeros."""
-    model, rows = runtime_mixers.build(), []
+    model, rows = runtime_mixers.build(of_each=of_each), []
     for prompt in prompts:
         row = list(prompt)
         for _ in range(count):
@@ -81,14 +81,14 @@ def test_layers_with_several_states_share_their_graphs():
     assert [layer.linear_attn.slot for layer in model.layers if hasattr(layer, "linear_attn")] == [0, 8]
     first = graphs()
     for prompts in (PROMPTS, [row * 9 for row in PROMPTS]):
-        assert generate(model, prompts, COUNT) == expected(prompts)
+        assert generate(model, prompts, 5) == expected(prompts, 5)
     assert graphs() <= first + 1, "a layer, a token or a prompt was compiled on its own"  # + a step for longer caches
     assert not counters["graph_break"]
 
 
 def test_a_step_that_is_compiled_or_captured_counts_once(monkeypatch):
     """It runs before it is used, which must leave states as they were."""
-    model, wanted = runtime_mixers.build(), expected(PROMPTS)
+    model, wanted = runtime_mixers.build(of_each=1), expected(PROMPTS, of_each=1)
     compile_segments(model, backend="eager")
     assert generate(model, PROMPTS, COUNT) == wanted
     assert decode_step(model, 2, 21, None).how == "compiled"
@@ -101,16 +101,16 @@ def test_a_step_that_is_compiled_or_captured_counts_once(monkeypatch):
             x.copy_(before)
         return steps
 
-    model = runtime_mixers.build()
+    model = runtime_mixers.build(of_each=1)
     monkeypatch.setattr(f"{DecodeStep.__module__}.host_waits", lambda x: True)
     monkeypatch.setattr(f"{DecodeStep.__module__}.capture", capture)
     assert generate(model, PROMPTS, COUNT) == wanted
     assert decode_step(model, 2, 21, None).how == "captured"
     monkeypatch.setattr(StaticCache, "states", ())
-    assert generate(runtime_mixers.build(), PROMPTS, COUNT) != wanted
+    assert generate(runtime_mixers.build(of_each=1), PROMPTS, COUNT) != wanted
     monkeypatch.undo()
     monkeypatch.setattr(StaticCache, "states", ())
-    model = runtime_mixers.build()
+    model = runtime_mixers.build(of_each=1)
     compile_segments(model, backend="eager")
     assert generate(model, PROMPTS, COUNT) != wanted
 
@@ -135,7 +135,8 @@ def test_compiled_parts_hold_their_states(tmp_path, monkeypatch):
     assert len({file for file, _ in compiled.values()}) == 4
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[6], CASES[8], CASES[11], CASES[14]], ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[6], CASES[8], CASES[11], CASES[14]], ids=lambda c: c.name)
+@pytest.mark.fast("causal_conv", "delta_rule0", "linear_scan")
 def test_one_graph_serves_every_length(case):
     """With gradients, and without recurrences that are unrolled."""
 
