@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ def build_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
         options = {**EAGER, "trust_remote_code": trust_remote_code}
         model: PreTrainedModel = auto_class(config).from_config(config, **options)
     return model.eval()
+
+
+def save_model(model: PreTrainedModel, config: PreTrainedConfig, directory: Path) -> None:
+    """Save `model` as the checkpoint that it is of `config`: some models keep a config inside that one as their own."""
+    model.save_pretrained(directory)
+    if type(model.config) is not type(config):
+        config.save_pretrained(directory)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from rewriter.check import subprocess_logits
 from rewriter.check.comparison import DIFFERENT, EXACT, QUANTIZED, RANKS, Verification, exact_limit, relative_error
-from rewriter.check.random_model import amplification, random_ids, random_model
+from rewriter.check.random_model import amplification, random_ids, random_model, save_model
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.common.errors import VerificationError
 from rewriter.common.files import scratch_folder
@@ -187,7 +187,7 @@ def telling_copy(
             if hf_logging.is_progress_bar_enabled():  # these files are no progress of the user's conversion
                 hf_logging.disable_progress_bar()
                 after.callback(hf_logging.enable_progress_bar)
-            model.save_pretrained(directory)
+            save_model(model, config, directory)
         progress("shrunken check: tracing")
         traced = trace(directory, trust_remote_code=trust_remote_code)
         program = apply_passes(traced, passes, mesh)

@@ -142,11 +142,11 @@ def experts(
 ) -> torch.Tensor:
     """Σ_k weight[n, k] · down(gated(up(x))) with expert index[n, k]; `gate` are the options of `gated`.
 
-    `transposed`: projections are [X, in, out]. Indices outside 0…X-1 add nothing (transformers' sentinel
-    for dropped tokens). Returns [N, C].
+    `transposed`: projections are [X, in, out]. Indices outside 0…X-1, X being the experts of `down`, add nothing
+    (transformers' sentinel for dropped tokens); `up` may have more. Returns [N, C].
     """
     out = torch.zeros_like(x_NC)
-    for expert in range(up_X2IC.shape[0]):
+    for expert in range(down_XCI.shape[0]):
         token, choice = torch.where(index_NK == expert)
         up, down = (w[expert].T if transposed else w[expert] for w in (up_X2IC, down_XCI))
         up_bias, down_bias = (None if b is None else b[expert] for b in (up_bias_X2I, down_bias_XC))

@@ -37,8 +37,9 @@ def experts(
     `act` (a name of `rewriter.ir.ops.ACTIVATIONS`), `layout`, `limit`, `slope` and `offset` are those of
     `rewriter.ir.ops.gated`. `up` is [E, 2I, D] and `down` [E, D, I], or [E, D, 2I] and [E, I, D] where they are
     `transposed`; ungated ones have I rows. With I split over ranks the result is partial, and `weight_NK`, being
-    replicated, must pass through `copy_to_group` to be trained. Indices outside 0 … E-1 add nothing: transformers marks
-    dropped tokens so. Only experts that some token chose are computed, each on its own tokens.
+    replicated, must pass through `copy_to_group` to be trained. Indices outside 0 … E-1, E being the experts of `down`,
+    add nothing: transformers marks dropped tokens so. Only experts that some token chose are computed, each on its own
+    tokens.
 
     How many tokens an expert gets is data, which the host reads outside of every compiled graph, and for which it waits
     on a GPU. Not so for up to `FEW` choices without gradients there and in compiled graphs: each of them takes its
@@ -60,7 +61,7 @@ def _of_each_expert(
     x_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, weights: _Weights, transposed: bool, gate: dict[str, Any]
 ) -> Tensor:
     up_E2ID, down_EDI, up_bias_E2I, down_bias_ED = weights
-    count, per_token = up_E2ID.shape[0], index_NK.shape[1]
+    count, per_token = down_EDI.shape[0], index_NK.shape[1]
     # Choices in order of expert, then of token; one transfer to the host tells where each expert's begin.
     chosen = index_NK.reshape(-1)
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= count), count)
@@ -97,7 +98,7 @@ def _of_each_choice(
     depends on who was chosen."""
     tokens, per_token = index_NK.shape
     chosen = index_NK.reshape(-1)
-    real = (chosen >= 0) & (chosen < len(weights[0]))
+    real = (chosen >= 0) & (chosen < len(weights[1]))
     own = [None if w is None else w.index_select(0, torch.where(real, chosen, 0)) for w in weights]
 
     def linear(x_CD: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:

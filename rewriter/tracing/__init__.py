@@ -23,7 +23,7 @@ from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.image_features import joined_layers
-from rewriter.tracing.interception import lifted_interfaces
+from rewriter.tracing.interception import lifted_interfaces, replaced_forward
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.mixer_functions import lifted_mixers
@@ -31,6 +31,7 @@ from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
+from rewriter.tracing.written_experts import written_experts
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Expression, Tensor
 from rewriter.weights.quantized_tensors import quantized_weights
@@ -115,6 +116,7 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], tuple[tupl
         refused(f"{type(skeleton.model).__name__} cannot be traced", hint),
         rotary_by_length(skeleton.model, skeleton.buffers),
         lifted_interfaces(skeleton.model),
+        replaced_forward(written_experts(skeleton.model)),
         lifted_mixers(skeleton.model),
     ):
         tracer = ModelTracer(skeleton)

@@ -27,7 +27,7 @@ from rewriter.check.comparison import DIFFERENT, RANKS, compare, exact_limit, re
 from rewriter.check.coverage.configs import small_config
 from rewriter.check.coverage.report import PARTS, Coverage, explain
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
-from rewriter.check.random_model import EAGER, build_model, random_ids, randomize
+from rewriter.check.random_model import EAGER, build_model, random_ids, randomize, save_model
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.check.shrunken_check import apply_passes, test_lengths
 from rewriter.check.stream_hooks import decoder_layers
@@ -167,9 +167,7 @@ class Subject:
                 break
             if relative_error(rewired, original) >= DIFFERENT:
                 break
-        model.save_pretrained(self.source)
-        if type(model.config) is not type(self.config):  # the model is the inner one, the type the outer config's
-            self.config.save_pretrained(self.source)
+        save_model(model, self.config, self.source)
         loaded: PreTrainedModel = auto_class(self.config).from_pretrained(self.source, **EAGER)
         return loaded.eval()
 

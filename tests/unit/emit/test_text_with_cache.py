@@ -31,11 +31,11 @@ def pair(model_type: str, tmp_path: Path) -> tuple[PreTrainedModel, torch.nn.Mod
     return source, load(tmp_path / "out", device="cpu", dtype=torch.float32)
 
 
-# learned and computed tables of positions; positions that ids count; a scale by position; ALiBi; chosen keys; layers that
-# compute nothing without images
+# learned and computed tables of positions; positions that ids count; a scale by position; ALiBi; chosen keys; layers
+# that compute nothing without images; experts that hand on their input
 TYPES = [
     *("bart", "mvp", "pegasus", "camembert", "roberta-prelayernorm", "llama4_text", "bloom", "mpt", "deepseek_v32"),
-    *("axk2", "dots3_note_text", "mllama"),
+    *("axk2", "dots3_note_text", "mllama", "longcat_flash"),
 ]
 
 

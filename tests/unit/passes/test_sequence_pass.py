@@ -92,6 +92,7 @@ def test_caps_on_scores_are_refused_by_name():
 # type: changes of its small config, and the refusal
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "bloom": ({}, r"transformer.h.0.self_attention adds a bias per query and key to its scores \(ALiBi"),
+    "deepseek_v32": ({}, "model.layers.0.self_attn sees keys that an indexer chooses among those of all tokens"),
     "roberta": ({}, "the wiring: aten.cumsum sums over the tokens of a call"),  # to count positions
     "lfm2": (
         {"layer_types": ["conv", "full_attention", "conv", "conv"]},
@@ -105,7 +106,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "dbrx": ({}, r"transformer.blocks.0.ffn stays the source's own module \(DbrxFFN\)"),
     "llama4_text": ({}, "model.layers.3.self_attn: aten.arange numbers the tokens of a call from 0"),  # temperatures
 }
-SLOW = ("qwen3_next", "dbrx", "llama4_text")
+SLOW = ("qwen3_next", "dbrx", "llama4_text", "deepseek_v32")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in REFUSED])
