@@ -16,6 +16,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from rewriter.common.errors import RewriterError
+
+
+def require_text_alone(model: PreTrainedModel, error: BaseException) -> None:
+    """Raise RewriterError where `error`, of a call of `model` with text alone, says that it needs an image."""
+    if any(name in str(error) for name in ("pixel_values", "flattened_patches")):
+        raise RewriterError(
+            f"{type(model).__name__} needs an image in every call, and a model is traced by text alone. Save its "
+            "language model, where it has one, by itself (save_pretrained of that module), and rewrite that."
+        ) from error
+
 
 def joined_layers(model: PreTrainedModel, layers_path: str) -> int:
     """Behind how many of the first decoder layers the model adds image features to what they return; 0 for most.

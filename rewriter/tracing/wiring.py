@@ -19,6 +19,7 @@ from rewriter.common.cache_names import cache_argument
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
+from rewriter.tracing.image_features import require_text_alone
 from rewriter.tracing.interception import replaced_forward
 from rewriter.tracing.model_errors import first_line, refused
 
@@ -223,6 +224,8 @@ def absent_arguments(
             if len(run) == len(layers):
                 break
     if not any(seen.values()):
+        for failure in failures[:1]:
+            require_text_alone(model, failure)
         text = f" ({first_line(failures[0])})" if failures else ""
         raise RewriterError(
             f"{type(model).__name__} does not call its decoder layers as modules{text}; nothing to trace."
