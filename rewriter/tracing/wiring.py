@@ -201,7 +201,8 @@ def _compares_ids(model: PreTrainedModel, layers: list[nn.Module], inputs: dict[
 def absent_arguments(
     model: PreTrainedModel, layers: list[nn.Module], example: Mapping[str, torch.Tensor]
 ) -> dict[nn.Module, dict[str, None]]:
-    """Per layer, the arguments that stay None also with a cache and with padding: its wiring holds them constant.
+    """Per layer, the arguments that stay None also with a cache, with padding and with positions in an image: its
+    wiring holds them constant.
 
     `example` are the inputs of the model, on meta. The layers themselves do not run. Raises RewriterError when the
     model does not call them as modules.
@@ -217,6 +218,8 @@ def absent_arguments(
         {"use_cache": False, "attention_mask": padded.to("meta")},
         {"use_cache": True},
         {"use_cache": True, cache_argument(model): DynamicCache(config=model.config)},
+        # as generation does where tokens have places in time, height and width: the text's own positions before these
+        {"use_cache": False, "position_ids": padded.to("meta").expand(4, *padded.shape)},
     ):
         for run in _runs(model, layers, {**example, **extra}, failures):
             for layer, call in run.items():

@@ -13,7 +13,10 @@ from typing import Any
 
 import yaml
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rewriter.common.errors import RewriterError, nearest
 from rewriter.tracing.shrink import representatives, shrink, text_config
@@ -27,16 +30,22 @@ def registered_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def require_registered(types: Sequence[str]) -> list[str]:
-    """`types`, or all of them where none is named. Raises RewriterError for one that is not registered."""
+def image_types() -> list[str]:
+    """The model types that AutoModelForImageTextToText knows, sorted."""
+    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def require_registered(types: Sequence[str], images: bool = False) -> list[str]:
+    """`types`, or all of them where none is named: those of causal language models, or with `images` of image-text
+    models. Raises RewriterError for one that is not registered."""
+    known, what = (image_types(), "image-text") if images else (registered_types(), "causal-LM")
     for name in types:
-        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            guess = nearest(name, registered_types())
+        if name not in known:
+            guess = nearest(name, known)
             hint = f"Did you mean {guess!r}? " if guess else ""
-            raise RewriterError(
-                f"{name}: no causal-LM type of transformers. {hint}`rewrite coverage` tries all of them."
-            )
-    return list(dict.fromkeys(types)) or registered_types()
+            tries = f"`rewrite coverage{' --images' * images}`"
+            raise RewriterError(f"{name}: no {what} type of transformers. {hint}{tries} tries all of them.")
+    return list(dict.fromkeys(types)) or known
 
 
 @functools.cache

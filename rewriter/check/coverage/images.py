@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from rewriter.check.comparison import EXACT
@@ -17,6 +17,7 @@ from rewriter.check.coverage.configs import small_config
 from rewriter.check.coverage.report import Coverage
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.pictures import picture
+from rewriter.tracing.image_features import require_text_alone
 
 CHECKS = ("builds", "traces", "ladder", "tp2", "emitted", "pixels")
 
@@ -27,11 +28,6 @@ class ImageCoverage(Coverage):
     and gives something else for other pixels."""
 
     pixels: bool = False
-
-
-def image_types() -> list[str]:
-    """The model types that AutoModelForImageTextToText knows, sorted."""
-    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def image_config(model_type: str) -> PreTrainedConfig:
@@ -65,6 +61,13 @@ class ImageSubject(Subject):
                 self._pixels()
         else:
             self.result.reasons["pixels"] = self.result.reasons.get("emitted", "")
+
+    def _checkpoint(self, model: PreTrainedModel) -> PreTrainedModel:
+        try:
+            return super()._checkpoint(model)
+        except Exception as error:  # the model's own code may raise any
+            require_text_alone(model, error)
+            raise
 
     def _layers(self) -> list[int]:
         """Those that can be rewired: features of images are added between the first ones."""

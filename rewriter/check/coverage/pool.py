@@ -18,8 +18,10 @@ Check = Callable[[str], Coverage]
 PRELOADED = ("rewriter.check.coverage.check", "transformers.models.auto.modeling_auto")
 
 
-def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120.0) -> Iterator[Coverage]:
-    """The rows of `types` as they become ready, `jobs` at a time, each stopped after `limit` seconds.
+def run(
+    types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120.0, kind: type[Coverage] = Coverage
+) -> Iterator[Coverage]:
+    """The rows of `types`, each a `kind`, as they become ready, `jobs` at a time, stopped after `limit` seconds.
 
     A process that dies or is stopped gives a row that says so. Leaves no process behind.
     """
@@ -31,7 +33,7 @@ def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120
         while waiting or running:
             while waiting and len(running) < jobs:
                 receive, send = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(check, name := waiting.pop(0), send), daemon=True)
+                process = context.Process(target=_work, args=(check, name := waiting.pop(0), send, kind), daemon=True)
                 process.start()
                 send.close()
                 running[receive] = name, process, time.monotonic()
@@ -40,13 +42,15 @@ def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120
                 seconds = time.monotonic() - begin
                 if receive in ready or seconds > limit:
                     del running[receive]
-                    yield _row(name, process, receive if receive in ready else None, seconds, limit)
+                    yield _row(name, process, receive if receive in ready else None, seconds, limit, kind)
     finally:
         for _, process, _ in running.values():
             process.kill()
 
 
-def _row(name: str, process: Any, result: Connection | None, seconds: float, limit: float) -> Coverage:
+def _row(
+    name: str, process: Any, result: Connection | None, seconds: float, limit: float, kind: type[Coverage]
+) -> Coverage:
     try:
         if result is not None:
             row: Coverage = result.recv()
@@ -58,14 +62,14 @@ def _row(name: str, process: Any, result: Connection | None, seconds: float, lim
     finally:
         process.kill()
         process.join()
-    return Coverage(name, reasons={"builds": reason}, seconds=round(seconds, 2))
+    return kind(name, reasons={"builds": reason}, seconds=round(seconds, 2))
 
 
-def _work(check: Check, name: str, send: Connection) -> None:
+def _work(check: Check, name: str, send: Connection, kind: type[Coverage]) -> None:
     try:
         result = check(name)
     except Exception as error:  # a fault of the check itself is a row as well
-        result = Coverage(name, reasons={"builds": explain(error)})
+        result = kind(name, reasons={"builds": explain(error)})
     send.send(result)
 
 

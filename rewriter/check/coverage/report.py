@@ -90,19 +90,19 @@ def _place(error: BaseException) -> str | None:
     return None
 
 
-def table(rows: Sequence[Coverage]) -> RenderableType:
+def table(rows: Sequence[Coverage], checks: Sequence[str] = CHECKS) -> RenderableType:
     """One line per type, a mark per check and the blocks of its residual stream; totals; below it the reasons."""
     shown = plain_table(
-        None, "type", *CHECKS, "blocks", numbers=["blocks"], whole=["type", *CHECKS], header_style="dim"
+        None, "type", *checks, "blocks", numbers=["blocks"], whole=["type", *checks], header_style="dim"
     )
     for row in rows:
         marks = [
             "[bold red]WRONG[/]" if name in row.wrong else "[green]yes[/]" if getattr(row, name) else "[dim]–[/]"
-            for name in CHECKS
+            for name in checks
         ]
         shown.add_row(escape(row.type), *marks, str(row.blocks or "–"))
     shown.add_section()
-    totals = [str(sum(getattr(row, name) for row in rows)) for name in CHECKS]
+    totals = [str(sum(getattr(row, name) for row in rows)) for name in checks]
     shown.add_row(f"[bold]{len(rows)}[/]", *totals, "")
     reasons = [f"[bold]{escape(row.type)}[/]: {escape(row.reason)}" for row in rows if row.reason]
     return Group(shown, "", *reasons)
