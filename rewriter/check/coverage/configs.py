@@ -52,9 +52,15 @@ def require_registered(types: Sequence[str], images: bool = False) -> list[str]:
 def oddities() -> Mapping[str, Mapping[str, Any]]:
     """The table of oddities by type: `default`, arguments of the config's class; `layers`, which of them to keep;
     `set`, settings of the small config."""
-    files = [Path(__file__).with_name(name) for name in ("oddities_images.yaml", "oddities.yaml")]
-    tables = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files]
-    return {name: oddity for table in tables for name, oddity in table.items()}
+    table: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("oddities.yaml").read_text(encoding="utf-8"))
+    return table
+
+
+@functools.cache
+def image_oddities() -> Mapping[str, Mapping[str, Any]]:
+    """The same of image-text types, and for those that have none of their own, as for the text."""
+    table = yaml.safe_load(Path(__file__).with_name("oddities_images.yaml").read_text(encoding="utf-8"))
+    return {**oddities(), **table}
 
 
 def small_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:
@@ -64,7 +70,17 @@ def small_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType(
     key/value heads wherever the type can do that. Raises RewriterError for a type that cannot be shrunken; what the
     config's class raises is passed on.
     """
-    oddity = oddities().get(model_type, {})
+    return _small(model_type, oddities().get(model_type, {}), changes)
+
+
+def image_config(model_type: str) -> PreTrainedConfig:
+    """The small config of an image-text type with its towers, which names the class that its checkpoints are of."""
+    config = _small(model_type, image_oddities().get(model_type, {}), {})
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]
+    return config
+
+
+def _small(model_type: str, oddity: Mapping[str, Any], changes: Mapping[str, Any]) -> PreTrainedConfig:
     config = CONFIG_MAPPING[model_type](**oddity.get("default", {}))
     layers = oddity.get("layers", representatives(config, []))
     return shrink(config, layers, RANKS, _changes(config) | dict(oddity.get("set", {})) | dict(changes))

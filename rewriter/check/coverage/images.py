@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from rewriter.check.comparison import EXACT
 from rewriter.check.coverage.check import Subject, _require_equal, checked
-from rewriter.check.coverage.configs import small_config
+from rewriter.check.coverage.configs import image_config
 from rewriter.check.coverage.report import Coverage
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.pictures import picture
@@ -28,13 +27,6 @@ class ImageCoverage(Coverage):
     and gives something else for other pixels."""
 
     pixels: bool = False
-
-
-def image_config(model_type: str) -> PreTrainedConfig:
-    """The small config of an image-text type, which names the class that its checkpoints are of."""
-    config = small_config(model_type)
-    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]
-    return config
 
 
 def check_images(model_type: str) -> ImageCoverage:
