@@ -117,7 +117,7 @@ def _forms(model: PreTrainedModel) -> Iterator[Inputs]:
         places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)[None]
         yield {"pixel_values": row, "image_position_ids": places}
     if "image_patches" in taken:
-        yield {"image_patches": row}
+        yield {"pixel_values": row}
     if "target_sizes" in taken:
         target = torch.tensor([[rows, columns]])
         yield {"pixel_values": torch.empty(1, channels, patch, count * patch), "target_sizes": target}
@@ -130,6 +130,8 @@ def _forms(model: PreTrainedModel) -> Iterator[Inputs]:
             yield whole | {"image_sizes": torch.tensor([[side, side]])}
         if "pixel_attention_mask" in taken:
             yield whole | {"pixel_attention_mask": torch.ones(*lead, side, side, dtype=torch.bool)}
+            yield whole | {"pixel_attention_mask": torch.ones(*lead, dtype=torch.bool)}
+    yield {"pixel_values": torch.empty(count, sizes.frames, patch, patch, channels)}
 
 
 def _patches(count: int, channels: int, patch: int, frames: int) -> Iterator[tuple[int, ...]]:
@@ -137,6 +139,7 @@ def _patches(count: int, channels: int, patch: int, frames: int) -> Iterator[tup
     yield count, channels * patch * patch
     yield count, channels * 2 * patch * patch  # two frames of a video, where the config does not say so
     yield count, channels, patch, patch
+    yield count * patch * patch, channels
 
 
 class _Sizes:

@@ -23,6 +23,7 @@ def coverage(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Types at a time.")] = 1,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for one type.")] = 300.0,
+    images: Annotated[bool, typer.Option("--images", help="Image-text types, each with a picture.")] = False,
     json: options.Json = False,
 ) -> None:
     """Try every rewrite on a small model of each causal-LM type of transformers, and say what does not work and why.
@@ -30,11 +31,12 @@ def coverage(
     Per type: the main job, `rewrite MODEL --recipe tensor-parallel --tp 2` and the same with ladder, each with text
     from two ranks that has to be transformers' own; the share of the layers' parameters that these split; then what it
     consists of: builds, traces, ladder, tensor parallelism on 2 and 4 ranks, desync, and the emitted checkpoint,
-    compared with the unmodified model or an independent reference.
+    compared with the unmodified model or an independent reference. With --images, of types that take images: builds,
+    traces, ladder, 2 ranks and the emitted checkpoint by text, then that one with a picture.
 
     Exit code 3 where a result is wrong.
     """
-    rows = _run(types or [], jobs, limit)
+    rows, checks = _run(types or [], jobs, limit, images)
     if json:
         typer.echo(json_text([row.to_dict() for row in rows], indent=2))
     else:
@@ -42,12 +44,12 @@ def coverage(
 
         from rewriter.check.coverage.report import table
 
-        Console(highlight=False).print(table(rows))
+        Console(highlight=False).print(table(rows, checks))
     if wrong := [row.type for row in rows if row.wrong]:
         raise VerificationError(f"{len(wrong)} of {len(rows)} types are wrong: {', '.join(wrong)}")
 
 
-def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
+def _run(types: list[str], jobs: int, limit: float, images: bool) -> tuple[list[Coverage], tuple[str, ...]]:
     from rewriter.cli.progress import ProgressLine
 
     with ProgressLine() as progress, scratch_folder("coverage") as scratch:
@@ -55,13 +57,16 @@ def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
         # For the processes that check; torch and transformers read these when they are imported. Code of emitted
         # checkpoints is imported from here, not from the user's cache, and `jobs` says how many cores to use.
         os.environ |= {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        from rewriter.check.coverage import images as with_images
         from rewriter.check.coverage.configs import require_registered
         from rewriter.check.coverage.pool import run
+        from rewriter.check.coverage.report import CHECKS, Coverage
         from rewriter.convert.main_job import check
 
-        chosen = require_registered(types)
+        chosen = require_registered(types, images)
+        tried, kind = (with_images.check_images, with_images.ImageCoverage) if images else (check, Coverage)
         rows = []
-        for row in run(chosen, check, jobs=jobs, limit=limit):
+        for row in run(chosen, tried, jobs=jobs, limit=limit, kind=kind):
             rows.append(row)
             progress("coverage", len(rows), len(chosen))
-    return sorted(rows, key=lambda row: chosen.index(row.type))
+    return sorted(rows, key=lambda row: chosen.index(row.type)), with_images.CHECKS if images else CHECKS

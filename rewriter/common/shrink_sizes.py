@@ -186,6 +186,14 @@ def _divisible_alike(real: int, about: int, ranks: int) -> int:
     return min(size, real)
 
 
+def _in_proportion(parts: Sequence[int], total: int) -> list[int]:
+    """`total` in proportion to `parts`; what rounding down leaves over goes to those with the largest remainders."""
+    exact = [part * total / sum(parts) for part in parts]
+    largest = sorted(range(len(parts)), key=lambda i: int(exact[i]) - exact[i])
+    more = largest[: total - sum(map(int, exact))]
+    return [int(size) + (i in more) for i, size in enumerate(exact)]
+
+
 def rope_types(rope: Any) -> set[str]:
     """The kinds of rotary scaling that a config's settings name, also nested by layer type."""
     if not isinstance(rope, Mapping):
@@ -207,8 +215,7 @@ def _rope(rope: Mapping[str, Any], head_size: int, partial: float | None) -> dic
         elif name == "original_max_position_embeddings" and "longrope" in rope_types(rope):
             new[name] = min(value, PRETRAINED)
         elif name == "mrope_section" and isinstance(value, list):
-            others = [frequencies // len(value)] * (len(value) - 1)
-            new[name] = [frequencies - sum(others), *others]
+            new[name] = _in_proportion(value, frequencies)
         else:
             new[name] = value
     return new

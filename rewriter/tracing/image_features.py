@@ -16,13 +16,27 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from rewriter.common.errors import RewriterError
+
+
+def require_text_alone(model: PreTrainedModel, error: BaseException) -> None:
+    """Raise RewriterError where `error`, of a call of `model` with text alone, says that it needs an image."""
+    if any(name in str(error) for name in ("pixel_values", "flattened_patches")):
+        raise RewriterError(
+            f"{type(model).__name__} needs an image in every call, and a model is traced by text alone. Save its "
+            "language model, where it has one, by itself (save_pretrained of that module), and rewrite that."
+        ) from error
+
 
 def joined_layers(model: PreTrainedModel, layers_path: str) -> int:
     """Behind how many of the first decoder layers the model adds image features to what they return; 0 for most.
 
-    Their number is that of the settings that say which layers of the tower give them; all layers where none says it.
+    Their number is that of the settings that say which layers of the tower give them; all layers where none says it. A
+    text model by itself is given none.
     """
-    if not _joins(model.get_submodule(layers_path.rpartition(".")[0])):
+    if model.config.get_text_config() is model.config or not _joins(
+        model.get_submodule(layers_path.rpartition(".")[0])
+    ):
         return 0
     given = [len(value) for name, value in _settings(model.config.to_dict()) if "deepstack" in name]
     return max(given, default=len(model.get_submodule(layers_path)))
@@ -34,7 +48,7 @@ def _joins(decoder: nn.Module) -> bool:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
     except (OSError, SyntaxError, ValueError):
         return False
-    arguments = set(inspect.signature(forward).parameters)
+    arguments = set(inspect.signature(forward).parameters) - {"self"}
     return any(
         _assigns(branch, stream)
         for loop in ast.walk(definition)

@@ -16,7 +16,13 @@ TOWER_DEPTH = 2
 _AS_TEXT = ("out_hidden_size", "text_hidden_size", "adapter_out_dim", "output_dim", "projection_dim")
 _PER_IMAGE = ("mm_tokens_per_image",)
 # The layers of a tower whose output is used, or that attend to everything.
-_OF_TOWER = ("deepstack_visual_indexes", "fullatt_block_indexes", "vision_feature_layer", "vision_feature_layers")
+_OF_TOWER = (
+    "deepstack_visual_indexes",
+    "global_attn_indexes",
+    "fullatt_block_indexes",
+    "vision_feature_layer",
+    "vision_feature_layers",
+)
 
 Shrink = Callable[[dict[str, Any], range, int], dict[str, Any]]
 

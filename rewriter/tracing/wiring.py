@@ -19,6 +19,7 @@ from rewriter.common.cache_names import cache_argument
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
+from rewriter.tracing.image_features import require_text_alone
 from rewriter.tracing.interception import replaced_forward
 from rewriter.tracing.model_errors import first_line, refused
 
@@ -200,7 +201,8 @@ def _compares_ids(model: PreTrainedModel, layers: list[nn.Module], inputs: dict[
 def absent_arguments(
     model: PreTrainedModel, layers: list[nn.Module], example: Mapping[str, torch.Tensor]
 ) -> dict[nn.Module, dict[str, None]]:
-    """Per layer, the arguments that stay None also with a cache and with padding: its wiring holds them constant.
+    """Per layer, the arguments that stay None also with a cache, with padding and with positions in an image: its
+    wiring holds them constant.
 
     `example` are the inputs of the model, on meta. The layers themselves do not run. Raises RewriterError when the
     model does not call them as modules.
@@ -216,6 +218,8 @@ def absent_arguments(
         {"use_cache": False, "attention_mask": padded.to("meta")},
         {"use_cache": True},
         {"use_cache": True, cache_argument(model): DynamicCache(config=model.config)},
+        # as generation does where tokens have places in time, height and width: the text's own positions before these
+        {"use_cache": False, "position_ids": padded.to("meta").expand(4, *padded.shape)},
     ):
         for run in _runs(model, layers, {**example, **extra}, failures):
             for layer, call in run.items():
@@ -223,6 +227,8 @@ def absent_arguments(
             if len(run) == len(layers):
                 break
     if not any(seen.values()):
+        for failure in failures[:1]:
+            require_text_alone(model, failure)
         text = f" ({first_line(failures[0])})" if failures else ""
         raise RewriterError(
             f"{type(model).__name__} does not call its decoder layers as modules{text}; nothing to trace."

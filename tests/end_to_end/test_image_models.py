@@ -15,7 +15,7 @@ import image_models
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from rewriter import api
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
@@ -195,3 +195,36 @@ def test_a_checkpoint_is_of_the_class_that_it_names(tmp_path: Path) -> None:
     assert trace(tmp_path / "text").source.architecture == "Qwen3_5ForCausalLM"
     api.convert(source, "tensor-parallel", tp=2, out=tmp_path / "exact", options=api.SaveOptions(verify="none"))
     assert isinstance(api.load(tmp_path / "exact"), type(AutoModelForImageTextToText.from_pretrained(source)))
+
+
+def test_a_model_that_needs_an_image_in_every_call_is_refused() -> None:
+    tower = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    text = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    config = AutoConfig.for_model("blip", text_config=text, vision_config=dict(tower, image_size=16, patch_size=8))
+    with pytest.raises(RewriterError, match="BlipForConditionalGeneration needs an image in every call"):
+        trace(config)
+
+
+def test_verify_takes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An output whose text is right and that is no longer right where a picture stands is found by --images alone."""
+    _, target = converted("gemma3", torch.float32)
+    assert main(["verify", str(target), "--images"]) == 0
+    assert "with a picture" in capsys.readouterr().out
+    shutil.copytree(target, tmp_path / "out")
+    [code] = (tmp_path / "out").glob("modeling_*.py")
+    wrong = "class RewriterGemma3ForConditionalGeneration(Gemma3ForConditionalGeneration):"
+    doubled = [
+        "    def forward(self, *args, pixel_values=None, **kwargs):",
+        "        pixel_values = None if pixel_values is None else 2 * pixel_values",
+        "        return super().forward(*args, pixel_values=pixel_values, **kwargs)",
+    ]
+    place = "    @classmethod\n    def is_custom_code"
+    head, _, rest = code.read_text().partition(wrong)
+    assert place in rest
+    code.write_text(head + wrong + rest.replace(place, "\n".join([*doubled, "", place]), 1))
+    manifest = json.loads((tmp_path / "out" / "rewrite.json").read_text())
+    manifest["files"][code.name] = hashlib.sha256(code.read_bytes()).hexdigest()
+    (tmp_path / "out" / "rewrite.json").write_text(json.dumps(manifest))
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert main(["verify", str(tmp_path / "out"), "--images"]) == 3
+    assert "with a picture, adapted checkpoint = its reference" in capsys.readouterr().err

@@ -162,7 +162,7 @@ class Subject:
             if not bool(original.isfinite().all()):
                 raise RewriterError("with large random weights the model's own logits are not finite")
             try:
-                rewired = _ladder_logits(model, range(len(decoder_layers(model))), ids)
+                rewired = _ladder(model, range(len(decoder_layers(model))))(ids)
             except Exception:  # a model without reference still has a trace; the ladder's check says the reason
                 break
             if relative_error(rewired, original) >= DIFFERENT:
@@ -191,7 +191,7 @@ class Subject:
         every = self._layers()
         for layers in (set(every), set(every[1::2])):
             program = Ladder(sorted(layers)).apply(self.program)
-            reference = functools.partial(_ladder_logits, self.model, layers)
+            reference = _ladder(self.model, layers)
             expected = [reference(ids) for ids in self.batches]
             self._require_different(expected)
             self._require(program, expected, reference, self.limit, "the ladder")
@@ -274,9 +274,9 @@ def shared_parameters(program: Program, ranks: int) -> float | None:
     return 1 - surplus / (ranks - 1) / total if total else None
 
 
-def _ladder_logits(model: PreTrainedModel, layers: Collection[int], ids: torch.Tensor) -> torch.Tensor:
-    """Logits of the ladder of the unmodified model on `layers`."""
-    return PerRankReference(model, dict.fromkeys(layers, LayerMode("ladder")), 1)(ids)
+def _ladder(model: PreTrainedModel, layers: Collection[int]) -> PerRankReference:
+    """The ladder of the unmodified model on `layers`."""
+    return PerRankReference(model, dict.fromkeys(layers, LayerMode("ladder")), 1)
 
 
 def _require_equal(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:

@@ -13,7 +13,10 @@ from typing import Any
 
 import yaml
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rewriter.common.errors import RewriterError, nearest
 from rewriter.tracing.shrink import representatives, shrink, text_config
@@ -27,25 +30,37 @@ def registered_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def require_registered(types: Sequence[str]) -> list[str]:
-    """`types`, or all of them where none is named. Raises RewriterError for one that is not registered."""
+def image_types() -> list[str]:
+    """The model types that AutoModelForImageTextToText knows, sorted."""
+    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def require_registered(types: Sequence[str], images: bool = False) -> list[str]:
+    """`types`, or all of them where none is named: those of causal language models, or with `images` of image-text
+    models. Raises RewriterError for one that is not registered."""
+    known, what = (image_types(), "image-text") if images else (registered_types(), "causal-LM")
     for name in types:
-        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            guess = nearest(name, registered_types())
+        if name not in known:
+            guess = nearest(name, known)
             hint = f"Did you mean {guess!r}? " if guess else ""
-            raise RewriterError(
-                f"{name}: no causal-LM type of transformers. {hint}`rewrite coverage` tries all of them."
-            )
-    return list(dict.fromkeys(types)) or registered_types()
+            tries = f"`rewrite coverage{' --images' * images}`"
+            raise RewriterError(f"{name}: no {what} type of transformers. {hint}{tries} tries all of them.")
+    return list(dict.fromkeys(types)) or known
 
 
 @functools.cache
 def oddities() -> Mapping[str, Mapping[str, Any]]:
     """The table of oddities by type: `default`, arguments of the config's class; `layers`, which of them to keep;
     `set`, settings of the small config."""
-    files = [Path(__file__).with_name(name) for name in ("oddities_images.yaml", "oddities.yaml")]
-    tables = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in files]
-    return {name: oddity for table in tables for name, oddity in table.items()}
+    table: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("oddities.yaml").read_text(encoding="utf-8"))
+    return table
+
+
+@functools.cache
+def image_oddities() -> Mapping[str, Mapping[str, Any]]:
+    """The same of image-text types, and for those that have none of their own, as for the text."""
+    table = yaml.safe_load(Path(__file__).with_name("oddities_images.yaml").read_text(encoding="utf-8"))
+    return {**oddities(), **table}
 
 
 def small_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:
@@ -55,7 +70,17 @@ def small_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType(
     key/value heads wherever the type can do that. Raises RewriterError for a type that cannot be shrunken; what the
     config's class raises is passed on.
     """
-    oddity = oddities().get(model_type, {})
+    return _small(model_type, oddities().get(model_type, {}), changes)
+
+
+def image_config(model_type: str) -> PreTrainedConfig:
+    """The small config of an image-text type with its towers, which names the class that its checkpoints are of."""
+    config = _small(model_type, image_oddities().get(model_type, {}), {})
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]
+    return config
+
+
+def _small(model_type: str, oddity: Mapping[str, Any], changes: Mapping[str, Any]) -> PreTrainedConfig:
     config = CONFIG_MAPPING[model_type](**oddity.get("default", {}))
     layers = oddity.get("layers", representatives(config, []))
     return shrink(config, layers, RANKS, _changes(config) | dict(oddity.get("set", {})) | dict(changes))

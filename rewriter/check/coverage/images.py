@@ -9,14 +9,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rewriter.check.coverage.check import Subject, _require_equal, checked
-from rewriter.check.coverage.configs import small_config
+from rewriter.check.coverage.configs import image_config
 from rewriter.check.coverage.report import Coverage
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.pictures import picture
+from rewriter.tracing.image_features import require_text_alone
 
 CHECKS = ("builds", "traces", "ladder", "tp2", "emitted", "pixels")
 
@@ -27,18 +27,6 @@ class ImageCoverage(Coverage):
     and gives something else for other pixels."""
 
     pixels: bool = False
-
-
-def image_types() -> list[str]:
-    """The model types that AutoModelForImageTextToText knows, sorted."""
-    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-
-
-def image_config(model_type: str) -> PreTrainedConfig:
-    """The small config of an image-text type, which names the class that its checkpoints are of."""
-    config = small_config(model_type)
-    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]
-    return config
 
 
 def check_images(model_type: str) -> ImageCoverage:
@@ -65,6 +53,13 @@ class ImageSubject(Subject):
                 self._pixels()
         else:
             self.result.reasons["pixels"] = self.result.reasons.get("emitted", "")
+
+    def _checkpoint(self, model: PreTrainedModel) -> PreTrainedModel:
+        try:
+            return super()._checkpoint(model)
+        except Exception as error:  # the model's own code may raise any
+            require_text_alone(model, error)
+            raise
 
     def _layers(self) -> list[int]:
         """Those that can be rewired: features of images are added between the first ones."""

@@ -24,8 +24,10 @@ PRELOADED = ("rewriter.check.coverage.check", "rewriter.convert.main_job", "tran
 TYPES_PER_PROCESS = 16
 
 
-def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120.0) -> Iterator[Coverage]:
-    """The rows of `types` as they become ready, `jobs` at a time, each stopped after `limit` seconds.
+def run(
+    types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120.0, kind: type[Coverage] = Coverage
+) -> Iterator[Coverage]:
+    """The rows of `types`, each a `kind`, as they become ready, `jobs` at a time, stopped after `limit` seconds.
 
     A process that dies or is stopped gives a row that says so. Leaves no process behind.
     """
@@ -36,7 +38,7 @@ def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120
             idle = [worker for worker in workers if not worker.busy]
             while waiting and (idle or len(workers) < jobs):
                 if not idle:
-                    workers.append(_Worker(check))
+                    workers.append(_Worker(check, kind))
                     idle.append(workers[-1])
                 idle.pop().begin(waiting.pop(0))
             ready = wait([worker.pipe for worker in workers if worker.busy], timeout=0.1)
@@ -54,15 +56,16 @@ def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120
 class _Worker:
     """A process that checks types by name. `busy`: with one. `ends`: it is to be replaced."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: Check, kind: type[Coverage]) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self.pipe, other = context.Pipe()
         # not a daemon, which could not start ranks
-        self.process: Any = context.Process(target=_work, args=(check, other))
+        self.process: Any = context.Process(target=_work, args=(check, other, kind))
         self.process.start()
         other.close()
         self.busy = self.ends = False
+        self._kind = kind
         self._served = 0
 
     def begin(self, name: str) -> None:
@@ -88,7 +91,7 @@ class _Worker:
             self.process.join()
             reason = f"its process died: {_death(self.process.exitcode)}"
         self.ends = True
-        return Coverage(self.name, reasons={"builds": reason}, seconds=round(seconds, 2))
+        return self._kind(self.name, reasons={"builds": reason}, seconds=round(seconds, 2))
 
     def kill(self) -> None:
         self.process.kill()
@@ -96,14 +99,14 @@ class _Worker:
         self.pipe.close()
 
 
-def _work(check: Check, pipe: Connection) -> None:
+def _work(check: Check, pipe: Connection, kind: type[Coverage]) -> None:
     end_with_parent()
     while True:
         name = pipe.recv()
         try:
             result = check(name)
         except Exception as error:  # a fault of the check itself is a row as well
-            result = Coverage(name, reasons={"builds": explain(error)})
+            result = kind(name, reasons={"builds": explain(error)})
         pipe.send(result)
 
 

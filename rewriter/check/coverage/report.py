@@ -102,27 +102,29 @@ def _place(error: BaseException) -> str | None:
     return None
 
 
-def table(rows: Sequence[Coverage]) -> RenderableType:
-    """One line per type: a mark per check, what two ranks share and the blocks of its residual stream; totals; below it
-    the reasons."""
-    main, parts = ([TITLES[name] for name in names] for names in (MAIN_JOB, PARTS))
+def table(rows: Sequence[Coverage], checks: Sequence[str] = CHECKS) -> RenderableType:
+    """One line per type: a mark per check, what two ranks share (after the main job, where that is checked) and the
+    blocks of its residual stream; totals; below it the reasons."""
+    main = sum(name in MAIN_JOB for name in checks)
+    titles = [TITLES.get(name, name) for name in checks]
+    titles[main:main] = ["split"] * bool(main)
     shown = plain_table(
         None,
-        *("type", *main, "split", *parts, "blocks"),
-        numbers=["split", "blocks"],
-        whole=["type", *parts],
+        *("type", *titles, "blocks"),
+        numbers=["split", "blocks"] if main else ["blocks"],
+        whole=["type", *titles[main + bool(main) :]],
         header_style="dim",
     )
     for row in rows:
         marks = [
             "[bold red]WRONG[/]" if name in row.wrong else "[green]yes[/]" if getattr(row, name) else "[dim]–[/]"
-            for name in CHECKS
+            for name in checks
         ]
-        marks.insert(len(MAIN_JOB), percent(row.split))
+        marks[main:main] = [percent(row.split)] * bool(main)
         shown.add_row(escape(row.type), *marks, str(row.blocks or "–"))
     shown.add_section()
-    totals = [str(sum(getattr(row, name) for row in rows)) for name in CHECKS]
-    totals.insert(len(MAIN_JOB), "")
+    totals = [str(sum(getattr(row, name) for row in rows)) for name in checks]
+    totals[main:main] = [""] * bool(main)
     shown.add_row(f"[bold]{len(rows)}[/]", *totals, "")
     reasons = [f"[bold]{escape(row.type)}[/]: {escape(row.reason)}" for row in rows if row.reason]
     return Group(shown, "", *reasons)

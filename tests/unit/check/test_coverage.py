@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -12,9 +13,10 @@ from repository import ROOT
 from subprocesses import load_module
 
 from rewriter.check.coverage import check as check_module
-from rewriter.check.coverage import pool
+from rewriter.check.coverage import images, pool
 from rewriter.check.coverage.check import check
-from rewriter.check.coverage.configs import oddities, registered_types, small_config
+from rewriter.check.coverage.configs import image_oddities, image_types, oddities, registered_types, small_config
+from rewriter.check.coverage.images import check_images
 from rewriter.check.coverage.report import CHECKS, PARTS, Coverage
 from rewriter.check.random_model import build_model
 from rewriter.cli import main
@@ -174,6 +176,7 @@ def test_types_that_hang_or_crash_cost_their_own_row_only(monkeypatch: pytest.Mo
 
 
 def test_oddities_are_of_registered_types() -> None:
+    assert len(set(image_oddities()) - {*registered_types(), *image_types()}) <= 2
     assert len(set(oddities()) - set(registered_types())) <= 2  # new types, which older versions of transformers lack
     assert all(set(entry) <= {"default", "layers", "set"} for entry in oddities().values())
 
@@ -219,7 +222,7 @@ def rows() -> list[Coverage]:
 
 def test_json_has_the_promised_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(pool, "run", lambda *args, **kwargs: iter(rows()))
-    monkeypatch.setattr("rewriter.check.coverage.configs.require_registered", lambda types: ["refused", "good"])
+    monkeypatch.setattr("rewriter.check.coverage.configs.require_registered", lambda *_: ["refused", "good"])
     assert main(["coverage", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert {"type", *CHECKS, "reason"} <= set(first)
@@ -254,3 +257,37 @@ def test_the_pages_have_totals_reasons_and_variants() -> None:
     assert "2 switches of 2 types" in page
     assert "- **stopped**, b=True: tp2: no" in reasons
     assert list(coverage_pages.SAYS) == list(CHECKS)
+
+
+# Image-text types
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+@pytest.mark.fast("llava")
+def test_an_image_text_type_with_a_picture(model_type: str) -> None:
+    row = check_images(model_type)
+    assert all(getattr(row, name) for name in images.CHECKS), row.reason
+    assert not row.wrong
+    assert row.to_dict()["pixels"] is True
+
+
+def test_features_that_are_lost_are_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emitted model is compared where a picture stands: one that leaves it out is wrong, and only there."""
+    from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration
+
+    def blind(self: Any, *args: Any, pixel_values: Any = None, **kwargs: Any) -> Any:
+        seen = None if type(self).__name__.startswith("Rewriter") else pixel_values
+        return forward(self, *args, pixel_values=seen, **kwargs)
+
+    forward = LlavaForConditionalGeneration.forward
+    blind.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(LlavaForConditionalGeneration, "forward", blind)
+    row = check_images("llava")
+    assert row.wrong == ["pixels"], row.reason
+    assert row.emitted
+
+
+def test_a_type_that_needs_an_image_says_so() -> None:
+    row = check_images("blip")
+    assert (row.builds, row.traces) == (True, False)
+    assert "needs an image in every call" in (row.reason or "")
