@@ -155,9 +155,9 @@ def test_a_layer_that_hands_on_two_tensors():
     assert found.inputs == ("positions", "hidden_states", "residual")
     assert found.paired
     assert found.mergeable
-    assert (first.path, first.before, first.fused, first.after) == ("attention", ("norm_1",), True, ())
-    assert (first.args, first.kwargs) == (("positions",), (("hidden_states", None),))
-    assert (second.path, second.before, second.fused) == ("mlp", ("norm_2",), True)
+    assert (first.paths, first.before, first.fused, first.after) == (("attention",), ("norm_1",), True, ())
+    assert (first.calls[0].args, first.calls[0].kwargs) == (("positions",), (("hidden_states", None),))
+    assert (second.paths, second.before, second.fused) == (("mlp",), ("norm_2",), True)
 
 
 def test_a_layer_may_ask_for_dtypes_and_shapes():

@@ -172,7 +172,8 @@ def rewired(layer_class, config, cuts=()):
             previous = ()
             continue
         for branch, step in zip(form.branches, steps, strict=True):
-            layer.get_submodule(branch.path).reduce_results = not step.unreduced
+            for path in branch.paths:
+                layer.get_submodule(path).reduce_results = not step.unreduced
         layer.__class__ = made_class
         layer.form, layer.steps = form.with_factors([step.factor for step in steps]), steps
         layer.previous = previous

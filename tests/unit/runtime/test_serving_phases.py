@@ -46,7 +46,7 @@ def phased(layer_class, config):
             previous = ()
             continue
         layer.exits = tuple(
-            Exit(layer.get_submodule(branch.path)) if step.unreduced else None
+            tuple(Exit(layer.get_submodule(path)) for path in branch.paths) if step.unreduced else ()
             for branch, step in zip(form.branches, steps, strict=True)
         )
         layer.__class__, layer.own_form, layer.steps = made_class, form, steps

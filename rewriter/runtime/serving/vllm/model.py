@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -142,11 +143,13 @@ def with_generated_config(vllm_config: VllmConfig) -> None:
 def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
     """Give the decoder layers of `model` the wiring that config.json describes. Raises Unsupported."""
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
-    depth = config.get_text_config().num_hidden_layers
+    depth = vllm_config.model_config.hf_text_config.num_hidden_layers
     layers = decoder_layers(model, depth)
     blocks = {index: blocks_of(layer) for index, layer in layers.items()}
     forms = {index: form_of(layer, blocks[index], dtype) for index, layer in layers.items()}
     mergeable = all(form.mergeable for form in forms.values())
+    if len({(form.paired, form.spare) for form in forms.values()}) > 1:
+        raise Unsupported("its layers hand on the residual stream in different ways")
     stages = vllm_config.parallel_config.pipeline_parallel_size
     cuts = [get_pp_indices(depth, stage, stages)[1] - 1 for stage in range(stages - 1)]  # last layers of stages
     schedule = schedule_of(config, cuts, mergeable)
@@ -171,7 +174,9 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
             )
         bound = schedule.ranks is not None
         exits = tuple(
-            only_exit(blocks[index][branch.path], f"layer {index}'s {branch.path}", bound) if step.unreduced else None
+            tuple(only_exit(blocks[index][path], f"layer {index}'s {path}", bound) for path in branch.paths)
+            if step.unreduced
+            else ()
             for branch, step in zip(form.branches, steps, strict=True)
         )
         rewired: Any = layer
@@ -180,7 +185,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
         if phased:
             rewired.own_form, rewired.exits = form, exits
         else:
-            for leaving in filter(None, exits):
+            for leaving in chain.from_iterable(exits):
                 leaving.reduce(False)
         rewired.form = form.with_norms(schedule.norms[index]).with_factors([step.factor for step in steps])
         rewired.steps = steps
