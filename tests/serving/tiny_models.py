@@ -57,10 +57,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _ALTERNATE = {"layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]}
-_DELTA = {  # the fewest channels and the only dtype, bf16, for which vLLM has a kernel on a CPU
+_DELTA = {
     "hidden_size": 128,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     **_ALTERNATE,
@@ -74,15 +74,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_DELTA, **_SHARED},
     "nemotron_h": {
         "hidden_size": 128,
-        "layers_block_type": [_LINEAR, "moe", _FULL, "mlp", _LINEAR, "moe"],
+        "layers_block_type": [_LINEAR, "mlp", _FULL, "mlp", _LINEAR, "mlp", _FULL, "mlp"],
         "mamba_num_heads": 8,
         "mamba_head_dim": 32,
         "ssm_state_size": 32,
         "n_groups": 2,
         "chunk_size": 16,
-        "n_routed_experts": 4,
-        "moe_shared_expert_intermediate_size": 64,
-        **_EXPERTS,
     },
     "granitemoehybrid": {
         **_MAMBA,
@@ -127,6 +124,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **_EXPERTS,
     },
 }
+# Those of them that vLLM 0.32 runs on a CPU in fp32.
+HYBRIDS_HERE = ("granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe")
 # Sizes that other numbers of ranks divide, by family@ranks.
 _OF_RANKS: dict[str, dict[str, Any]] = {
     "llama@3": {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 192, "vocab_size": 192},

@@ -33,8 +33,8 @@ class Given(Enum):
 
 @dataclass(frozen=True)
 class ChildCall:
-    """A call of a child that sums over ranks. `args` and `kwargs`: how the layer calls it; a string names an input of the
-    layer, None is what the block reads. `entry`: factors of that, None for a copy. `exit`: factors of its output.
+    """A call of a child that sums over ranks. `args` and `kwargs`: how the layer calls it; a string names an input of
+    the layer, None is what the block reads. `entry`: factors of that, None for a copy. `exit`: factors of its output.
     `item`: which one of the values that it returns is the output, None where that is all it returns."""
 
     path: str
@@ -52,9 +52,9 @@ class ChildCall:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A block and what is around it. `calls`: of its children, whose outputs are added. `before`: the norms of what they
-    read, the first of them `fused` where it also adds its first argument to its second. `after`: children, or factors,
-    that the block's output passes."""
+    """A block and what is around it. `calls`: of its children, whose outputs are added. `before`: the norms of what
+    they read, the first of them `fused` where it also adds its first argument to its second. `after`: children, or
+    factors, that the block's output passes."""
 
     calls: tuple[ChildCall, ...]
     before: tuple[str, ...]
@@ -229,9 +229,9 @@ class _Reading:
                 return self._item(output, item)
             case operator.getitem, (tuple() as value, int() as item):
                 return value[item]
-            case (operator.add | operator.iadd), (a, b):
+            case ((operator.add | operator.iadd), (a, b)):
                 return self._sum(a, b)
-            case (operator.mul | operator.imul), (a, b):
+            case ((operator.mul | operator.imul), (a, b)):
                 return self._product(a, b)
             case torch.empty_like, (_Read() | _StreamTerms(),) if not node.kwargs:
                 return _Memory(node)
