@@ -14,11 +14,15 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rewriter.output.sum_schedule import Sum, SumStep
+
 MARK = "--- the next case"  # a line of the log
 ORIGINALS: list[Any] = []
+WIRING: list[Any] = []
 
 for name, value in {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -63,6 +67,28 @@ def with_fault(fault: str | None, batches: Counter[str]) -> None:
     Scheduler._preempt_request = preempted
     phases.rows_of = counted
     phases.exact_from = (lambda phase, prompt: 1 << 30) if fault == "unsalted" else exact_from
+    with_wiring_fault(fault)
+
+
+def with_wiring_fault(fault: str | None) -> None:
+    """Put a fault into the wiring of rewired layers, in this process: no block reads late, or of a block's children the
+    first alone runs."""
+    from rewriter.runtime.serving.vllm import model
+    from rewriter.runtime.serving.vllm.rewired_layer import RewiredLayer
+
+    schedule_of, call = originals = WIRING or (model.schedule_of, RewiredLayer.call)
+    WIRING[:] = originals
+
+    def on_time(*given: Any) -> Any:
+        schedule = schedule_of(*given)
+        steps = SumStep(late=False, own=False, sum=Sum.INSIDE, factor=1.0)
+        return replace(schedule, layers=tuple((steps,) * len(layer) for layer in schedule.layers))
+
+    def alone(layer: Any, branch: Any, *given: Any) -> Any:
+        return call(layer, replace(branch, calls=branch.calls[:1]), *given)
+
+    model.schedule_of = on_time if fault == "on time" else schedule_of
+    RewiredLayer.call = alone if fault == "alone" else call
 
 
 def generated(engine: Any, prompts: list[Any], sampling: Any, every: int) -> list[Any]:

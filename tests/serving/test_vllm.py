@@ -43,6 +43,18 @@ SMOLLM2 = [
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
 STAGED = {"pipeline_parallel_size": 2}
 OPTIONS = [Case("llama", "ladder", tp, engine=NGRAM) for tp in (1, 2)]
+# vLLM chooses the size of a block where recurrent states and keys share a cache.
+RECURRENT = {"block_size": None, "enable_prefix_caching": False}
+HYBRIDS = [
+    *(Case(name, "ladder-upper-half", tp, engine=RECURRENT) for name in tiny_models.HYBRIDS_HERE for tp in (1, 2)),
+    Case("granitemoehybrid", "tensor-parallel", 2, engine=RECURRENT),
+    Case("lfm2", "ladder-upper-half", 2, eager=False, engine=RECURRENT),
+    Case("falcon_h1", "desync-2x-sum", 2, engine=RECURRENT),
+]
+HYBRID_FAULTS = [  # in this process: one rank
+    Case("granitemoehybrid", "ladder-upper-half", engine=RECURRENT, fault="on time"),
+    Case("granitemoehybrid", "ladder-upper-half", engine=RECURRENT, fault="alone"),
+]
 LORA = {"enable_lora": True, "max_lora_rank": LORA_RANK, "max_loras": 1}
 ADAPTED = [Case("llama", "ladder", 2, engine=LORA, adapted=True), Case("llama", "mix", engine=LORA, adapted=True)]
 FOUR_BITS = [Case(AWQ, "ladder", tp, engine={"dtype": "bfloat16"}) for tp in (1, 2)]
@@ -113,6 +125,23 @@ def test_a_real_model(case, ran, expected):
 @pytest.mark.parametrize("case", OPTIONS, ids=str)
 def test_with_what_engines_do(case, ran, expected):
     check(case, OPTIONS, ran, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HYBRIDS, ids=str)
+def test_recurrent_mixers(case, ran, root):
+    result = ran(tuple(HYBRIDS))[str(case)]
+    assert "error" not in result, result["log"][-3000:]
+    assert "all-reduces of Rewriter" in result["log"]
+    assert shortfall(rewritten(case, root), prompts(), result["tokens"]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HYBRID_FAULTS, ids=str)
+def test_faults_in_the_wiring_change_tokens(case, ran, root):
+    result = ran(tuple(HYBRID_FAULTS))[str(case)]
+    assert "error" not in result, result["log"][-3000:]
+    assert shortfall(rewritten(case, root), prompts(), result["tokens"]) > 0.1
 
 
 @pytest.mark.parametrize("case", ADAPTED, ids=str)

@@ -55,6 +55,77 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 256},
     "olmo2": {},
 }
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_ALTERNATE = {"layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]}
+_DELTA = {
+    "hidden_size": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    **_ALTERNATE,
+}
+_SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 16, "hidden_size": 128}
+# Families with recurrent mixers.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_DELTA, **_SHARED},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    "nemotron_h": {
+        "hidden_size": 128,
+        "layers_block_type": [_LINEAR, "mlp", _FULL, "mlp", _LINEAR, "mlp", _FULL, "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 32,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "granitemoehybrid": {
+        **_MAMBA,
+        **_ALTERNATE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2,
+    },
+    "kimi_linear": {
+        "hidden_size": 128,
+        "num_key_value_heads": 4,
+        "linear_head_dim": 32,
+        "linear_num_heads": 4,
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 64,
+        **_ALTERNATE,
+    },
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": 256,
+        "attention_in_multiplier": 0.5,
+        "attention_out_multiplier": 2.0,
+        "ssm_in_multiplier": 2.0,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [1.5, 0.5, 0.75, 1.25, 2.0],
+    },
+    "lfm2": {"hidden_size": 128, "layer_types": ["conv", _FULL, "conv", _FULL]},
+    "lfm2_moe": {
+        "hidden_size": 128,
+        "layer_types": ["conv", _FULL, "conv", _FULL],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        **_EXPERTS,
+    },
+}
+# Those of them that vLLM 0.32 runs on a CPU in fp32.
+HYBRIDS_HERE = ("granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe")
 # Sizes that other numbers of ranks divide, by family@ranks.
 _OF_RANKS: dict[str, dict[str, Any]] = {
     "llama@3": {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 192, "vocab_size": 192},
@@ -64,7 +135,7 @@ _OF_RANKS: dict[str, dict[str, Any]] = {
 def write(family: str, directory: Path, **changes: Any) -> Path:
     """A checkpoint of this family in fp32, in `directory`; `changes` are of its config."""
     name = family.partition("@")[0]
-    config = CONFIG_MAPPING[name](**_COMMON | FAMILIES[name] | _OF_RANKS.get(family, {}) | changes)
+    config = CONFIG_MAPPING[name](**_COMMON | (FAMILIES | HYBRIDS)[name] | _OF_RANKS.get(family, {}) | changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

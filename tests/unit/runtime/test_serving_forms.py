@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rewriter.output.sum_schedule import Sum, Unsupported, schedule_of
-from rewriter.runtime.serving.vllm.layer_form import form_of
+from rewriter.runtime.serving.vllm.layer_form import Given, form_of
 
 FP32 = torch.float32
 
@@ -134,6 +134,37 @@ class SideBySide(Layer):
         return hidden_states + self.attention(read) + self.mlp(read)
 
 
+class Joint(Layer):
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states
+        read = self.norm_1(hidden_states)
+        output = torch.empty_like(read)
+        self.attention(read.clone(), positions, output)
+        beside, _ = self.mlp(hidden_states=read * 2.0, residual=residual)
+        return residual + (output * 3.0 + beside) * self.factor, residual
+
+
+class HandsOn(nn.Module):
+    def forward(self, hidden_states, residual):
+        return hidden_states * 2, residual
+
+
+class Uses(nn.Module):
+    def forward(self, hidden_states, residual):
+        return hidden_states + residual, residual
+
+
+class TwoReads(Layer):
+    def forward(self, hidden_states):
+        return hidden_states + (self.attention(self.norm_1(hidden_states)) + self.mlp(self.norm_2(hidden_states)))
+
+
+class Drops(Layer):
+    def forward(self, hidden_states):
+        self.attention(hidden_states)
+        return hidden_states + self.mlp(hidden_states)
+
+
 class Nonlinear(Layer):
     def forward(self, positions, hidden_states):
         return hidden_states + torch.relu(self.attention(hidden_states)) + self.mlp(hidden_states)
@@ -155,9 +186,9 @@ def test_a_layer_that_hands_on_two_tensors():
     assert found.inputs == ("positions", "hidden_states", "residual")
     assert found.paired
     assert found.mergeable
-    assert (first.path, first.before, first.fused, first.after) == ("attention", ("norm_1",), True, ())
-    assert (first.args, first.kwargs) == (("positions",), (("hidden_states", None),))
-    assert (second.path, second.before, second.fused) == ("mlp", ("norm_2",), True)
+    assert (first.paths, first.before, first.fused, first.after) == (("attention",), ("norm_1",), True, ())
+    assert (first.calls[0].args, first.calls[0].kwargs) == (("positions",), (("hidden_states", None),))
+    assert (second.paths, second.before, second.fused) == (("mlp",), ("norm_2",), True)
 
 
 def test_a_layer_may_ask_for_dtypes_and_shapes():
@@ -178,11 +209,40 @@ def test_a_layer_that_hands_on_its_stream():
 
 @pytest.mark.parametrize(
     ("layer_class", "reason"),
-    [(SideBySide, "does not read what all blocks before it"), (Nonlinear, "relu"), (Forgets, "is not the sum")],
+    [
+        (SideBySide, "does not read what all blocks before it"),
+        (TwoReads, "does not read what all blocks before it"),
+        (Nonlinear, "relu"),
+        (Forgets, "is not the sum"),
+        (Drops, "is not the sum"),
+    ],
 )
 def test_other_layers_are_refused_by_what_they_do(layer_class, reason):
     with pytest.raises(Unsupported, match=reason):
         form(layer_class)
+
+
+def joint(beside):
+    layer = Joint()
+    layer.mlp = beside()
+    return form_of(layer, ("attention", "mlp"), FP32)
+
+
+def test_a_block_of_two_children():
+    (block,) = (found := joint(HandsOn)).branches
+    assert (found.paired, found.spare) == (False, True)
+    assert (block.paths, block.before, block.after) == (("attention", "mlp"), ("norm_1",), (0.5,))
+    first, second = block.calls
+    assert (first.args, first.kwargs, first.item) == ((None, "positions", Given.MEMORY), (), None)
+    assert (first.entry, first.exit, first.writes) == ((None,), (3.0,), True)
+    assert second.kwargs == (("hidden_states", None), ("residual", Given.NOTHING))
+    assert (second.entry, second.exit, second.writes, second.item) == ((2.0,), (), False, 0)
+    assert {b.before for b in found.with_norms({"mlp": "norm_1"}).branches} == {("norm_1",)}
+
+
+def test_a_child_that_reads_the_stream_beside_its_input_is_refused():
+    with pytest.raises(Unsupported, match="the call of mlp"):
+        joint(Uses)
 
 
 def test_blocks_may_read_through_another_norm():

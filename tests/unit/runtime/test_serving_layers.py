@@ -119,11 +119,64 @@ class Scaled(Layer):
         return hidden_states + self.mlp(self.norm_2(hidden_states)) * self.factor
 
 
+class Writing(Block):
+    """Writes into memory that it is given."""
+
+    def forward(self, x, output):
+        output.copy_(super().forward(x))
+
+
+class Spoiling(Block):
+    """Overwrites what it reads."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        x.zero_()
+        return output
+
+
+class HandingOn(Block):
+    """Returns a tensor that it has made no use of, too."""
+
+    def forward(self, hidden_states, residual):
+        return super().forward(hidden_states), residual
+
+
+class SideBySide(Layer):
+    """Returns a tensor that no layer reads beside its stream; the second block is two children that read the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp, self.experts = Writing(), HandingOn(), Spoiling()
+
+    def forward(self, hidden_states, residual):
+        residual = hidden_states
+        read = self.norm_1(hidden_states)
+        output = torch.empty_like(read)
+        self.attention(read, output)
+        residual = hidden_states = residual + output * 0.5
+        read = self.norm_2(hidden_states)
+        experts = self.experts(read.clone()) * 2.0
+        beside, _ = self.mlp(hidden_states=read * 0.75, residual=residual)
+        return residual + (experts + beside * 0.25) * 0.5, residual
+
+
+def part_of(layer, number, read):
+    """A rank's part of a block's sum."""
+    if isinstance(layer, SideBySide) and number == 1:
+        return 2 * torch.tanh(read @ layer.experts.weight) + 0.25 * torch.tanh(0.75 * read @ layer.mlp.weight)
+    return torch.tanh(read @ (layer.attention, layer.mlp)[number].weight)
+
+
 def after(layer, number):
     """What a block's sum passes, of each kind of layer."""
     if isinstance(layer, Normed):
         return (layer.after_1, layer.after_2)[number]
-    return (lambda x: x * 0.5) if isinstance(layer, Scaled) else (lambda x: x)
+    return (lambda x: x * 0.5) if isinstance(layer, Scaled | SideBySide) else (lambda x: x)
+
+
+def blocks_of(layer):
+    return [name for name, child in layer.named_children() if isinstance(child, Block)]
 
 
 def bound(delays, pattern):
@@ -139,10 +192,10 @@ def reference(layers, config, x):
     own = None
     for index, layer in enumerate(layers):
         labels = list(pattern[index].values()) if pattern else ["", ""]
-        for number, (block, norm) in enumerate(((layer.attention, layer.norm_1), (layer.mlp, layer.norm_2))):
+        for number, norm in enumerate((layer.norm_1, layer.norm_2)):
             late, label = delays[index][number], labels[number]
             read = values[-1 - late] + drift + (own if late and label == "own_partial" else 0)
-            part = torch.tanh(nn.functional.rms_norm(read, (WIDTH,), norm.weight) @ block.weight)
+            part = part_of(layer, number, nn.functional.rms_norm(read, (WIDTH,), norm.weight))
             own = after(layer, number)(part)
             if label == "drop":
                 drift = drift + own
@@ -163,7 +216,7 @@ def rewired(layer_class, config, cuts=()):
     """Layers as `rewire` makes them of vLLM's."""
     torch.manual_seed(0)
     layers = [layer_class() for _ in config.rewriter_delays]
-    forms = [form_of(layer, ("attention", "mlp"), torch.float32) for layer in layers]
+    forms = [form_of(layer, blocks_of(layer), torch.float32) for layer in layers]
     schedule = schedule_of(config, cuts, all(form.mergeable for form in forms))
     made_class = type("Rewired", (RewiredLayer, layer_class), {})
     previous = ()
@@ -172,7 +225,8 @@ def rewired(layer_class, config, cuts=()):
             previous = ()
             continue
         for branch, step in zip(form.branches, steps, strict=True):
-            layer.get_submodule(branch.path).reduce_results = not step.unreduced
+            for path in branch.paths:
+                layer.get_submodule(path).reduce_results = not step.unreduced
         layer.__class__ = made_class
         layer.form, layer.steps = form.with_factors([step.factor for step in steps]), steps
         layer.previous = previous
@@ -187,7 +241,7 @@ def stream(layers, x):
             hidden = layer(hidden)
         else:
             hidden, residual = layer(hidden, residual)
-    return hidden if residual is None else hidden + residual
+    return hidden if residual is None or isinstance(layers[-1], SideBySide) else hidden + residual
 
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -216,7 +270,7 @@ WIRINGS = {str(delays): SimpleNamespace(rewriter_delays=delays) for delays in TA
 }
 CASES = [
     (layer, name)
-    for layer in (Paired, Normed, Scaled)
+    for layer in (Paired, Normed, Scaled, SideBySide)
     for name in WIRINGS
     if not (layer is Normed and "desync" in name)  # `rewire` refuses norms that follow dropped sums
 ]

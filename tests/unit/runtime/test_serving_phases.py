@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_serving_layers import CASES, TOKENS, WIDTH, WIRINGS, EqualRanks, Paired, Scaled, reference, stream
+from test_serving_layers import CASES, TOKENS, WIDTH, WIRINGS, EqualRanks, Paired, Scaled, blocks_of, reference, stream
 
 from rewriter.ir.phases import PromptPhase
 from rewriter.output.sum_schedule import schedule_of
@@ -38,7 +38,7 @@ def phased(layer_class, config):
     """Layers as `rewire` makes them of vLLM's."""
     torch.manual_seed(0)
     layers = [layer_class() for _ in config.rewriter_delays]
-    forms = [form_of(layer, ("attention", "mlp"), torch.float32) for layer in layers]
+    forms = [form_of(layer, blocks_of(layer), torch.float32) for layer in layers]
     schedule = schedule_of(config, (), all(form.mergeable for form in forms))
     made_class, previous = type("Rewired", (PhasedLayer, layer_class), {}), ()
     for layer, form, steps in zip(layers, forms, schedule.layers, strict=True):
@@ -46,7 +46,7 @@ def phased(layer_class, config):
             previous = ()
             continue
         layer.exits = tuple(
-            Exit(layer.get_submodule(branch.path)) if step.unreduced else None
+            tuple(Exit(layer.get_submodule(path)) for path in branch.paths) if step.unreduced else ()
             for branch, step in zip(form.branches, steps, strict=True)
         )
         layer.__class__, layer.own_form, layer.steps = made_class, form, steps

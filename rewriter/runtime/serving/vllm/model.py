@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,11 +119,17 @@ def on_backend(vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
             f"rewriter: vLLM cannot serve this checkpoint ({name}), which rewires tokens of the prompt alone, because "
             f"{reason}. `rewrite generate` runs it"
         )
+    if vllm_config.model_config.is_hybrid or vllm_config.model_config.is_attention_free:
+        raise ValueError(
+            f"rewriter: vLLM cannot serve this checkpoint ({name}), whose mixers keep a state that the Transformers "
+            f"backend has no cache for, because {reason}. `rewrite generate` runs it"
+        )
     logger.warning("rewriter: nothing of %s overlaps: it runs on the Transformers backend, because %s", name, reason)
     with_generated_config(vllm_config)
     forget_layers(vllm_config)
-    experts = vllm_config.model_config.get_num_experts() > 0
-    backend = transformers.TransformersMoEForCausalLM if experts else transformers.TransformersForCausalLM
+    images = "MultiModal" if vllm_config.model_config.is_multimodal_model else ""
+    experts = "MoE" if vllm_config.model_config.get_num_experts() > 0 else ""
+    backend = getattr(transformers, f"Transformers{images}{experts}ForCausalLM")
     model: nn.Module = backend(vllm_config=vllm_config, prefix=prefix)
     return model
 
@@ -142,14 +149,18 @@ def with_generated_config(vllm_config: VllmConfig) -> None:
 def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
     """Give the decoder layers of `model` the wiring that config.json describes. Raises Unsupported."""
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
-    depth = config.get_text_config().num_hidden_layers
-    layers = decoder_layers(model, depth)
+    depth = vllm_config.model_config.hf_text_config.num_hidden_layers
+    layers = decoder_layers(language_model(model), depth)
     blocks = {index: blocks_of(layer) for index, layer in layers.items()}
     forms = {index: form_of(layer, blocks[index], dtype) for index, layer in layers.items()}
     mergeable = all(form.mergeable for form in forms.values())
+    if len({(form.paired, form.spare) for form in forms.values()}) > 1:
+        raise Unsupported("its layers hand on the residual stream in different ways")
     stages = vllm_config.parallel_config.pipeline_parallel_size
     cuts = [get_pp_indices(depth, stage, stages)[1] - 1 for stage in range(stages - 1)]  # last layers of stages
     schedule = schedule_of(config, cuts, mergeable)
+    if cuts and any(form.spare for form in forms.values()):
+        raise Unsupported("its layers return more than their stream, which pipeline stages would hand on")
     refuse_cuts(schedule, cuts, all(form.paired for form in forms.values()))
     phased = phase_of(config) is not None
     if phased:
@@ -171,7 +182,9 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
             )
         bound = schedule.ranks is not None
         exits = tuple(
-            only_exit(blocks[index][branch.path], f"layer {index}'s {branch.path}", bound) if step.unreduced else None
+            tuple(only_exit(blocks[index][path], f"layer {index}'s {path}", bound) for path in branch.paths)
+            if step.unreduced
+            else ()
             for branch, step in zip(form.branches, steps, strict=True)
         )
         rewired: Any = layer
@@ -180,7 +193,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
         if phased:
             rewired.own_form, rewired.exits = form, exits
         else:
-            for leaving in filter(None, exits):
+            for leaving in chain.from_iterable(exits):
                 leaving.reduce(False)
         rewired.form = form.with_norms(schedule.norms[index]).with_factors([step.factor for step in steps])
         rewired.steps = steps
@@ -201,6 +214,12 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
 @cache
 def rewired_class(layer_class: Any, mixed_in: Any) -> type[nn.Module]:
     return type(f"Rewired{layer_class.__name__}", (mixed_in, layer_class), {"__module__": layer_class.__module__})
+
+
+def language_model(model: Any) -> nn.Module:
+    """The part of `model` that has the text's layers: a model that takes images may have as many in its towers."""
+    found: nn.Module = model.get_language_model() if hasattr(model, "get_language_model") else model
+    return found
 
 
 def decoder_layers(model: nn.Module, count: int) -> dict[int, nn.Module]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rewriter.output.sum_schedule import Sum, SumStep
 from rewriter.runtime.serving.vllm import engine, sums
-from rewriter.runtime.serving.vllm.layer_form import HIDDEN, RESIDUAL, LayerForm
+from rewriter.runtime.serving.vllm.layer_form import LayerForm
 from rewriter.runtime.serving.vllm.phases import Rows
 from rewriter.runtime.serving.vllm.rewired_layer import RewiredLayer, State, closed, opened
 
@@ -42,7 +42,7 @@ class PhasedLayer(RewiredLayer):
     """
 
     own_form: LayerForm  # of vLLM's own layer
-    exits: tuple[Exit | None, ...]  # of each block that leaves out its sum at rewired tokens
+    exits: tuple[tuple[Exit, ...], ...]  # of each block, where it leaves out its sum at rewired tokens
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output; between layers a `BothStates` stands for what is under way."""
@@ -50,7 +50,7 @@ class PhasedLayer(RewiredLayer):
         if rows is None:
             return super(RewiredLayer, self).forward(*args, **kwargs)
         given = dict(zip(self.form.inputs, args, strict=False)) | kwargs
-        both = _opened(given[HIDDEN], given.get(RESIDUAL), rows)
+        both = _opened(*self.form.stream_of(given), rows)
         last = [layer.of_last for layer in self.previous]
         blocks = zip(self.form.branches, self.own_form.branches, self.steps, self.exits, strict=True)
         for branch, own, step, leaving in blocks:
@@ -68,7 +68,7 @@ class PhasedLayer(RewiredLayer):
                 self.write(EXACT, both.exact, summed, own.after, None)
             self.write(step, both.rewired, part, branch.after, last[-1] if last else None)
             last = [partial(self.passed, after=branch.after)]
-        return _closed(both, rows, self.form.paired)
+        return _closed(both, rows, self.form)
 
     def after_last(
         self, state: State, output: Tensor, step: SumStep, last: Sequence[Callable[[Tensor], Tensor]]
@@ -89,16 +89,15 @@ class PhasedLayer(RewiredLayer):
 
 
 @contextmanager
-def _left_out(exit: Exit | None) -> Iterator[None]:
+def _left_out(exits: tuple[Exit, ...]) -> Iterator[None]:
     """Let a block return a rank's part of its sum meanwhile."""
-    if exit is None:
-        yield
-        return
-    exit.reduce(False)
+    for exit in exits:
+        exit.reduce(False)
     try:
         yield
     finally:
-        exit.reduce(True)
+        for exit in exits:
+            exit.reduce(True)
 
 
 def _opened(hidden: Any, residual: Any, rows: Rows) -> BothStates:
@@ -110,12 +109,14 @@ def _opened(hidden: Any, residual: Any, rows: Rows) -> BothStates:
     return BothStates(opened(hidden, residual), None if exact is None else opened(exact, other))
 
 
-def _closed(both: BothStates, rows: Rows, paired: bool) -> Any:
+def _closed(both: BothStates, rows: Rows, form: LayerForm) -> Any:
     """The states as the next layer, or the norm after the last, takes them."""
     if not both.rewired.settled():
-        return (both.rewired.stream, both) if paired else both
-    rewired = closed(both.rewired, paired)
-    exact = None if both.exact is None else closed(both.exact, paired)
-    if not paired:
-        return rows.join(rewired, exact)
+        return (both.rewired.stream, both) if form.paired else form.alone(both)
+    rewired = closed(both.rewired, form)
+    exact = None if both.exact is None else closed(both.exact, form)
+    if not form.paired:
+        if form.spare:
+            rewired, exact = rewired[0], None if exact is None else exact[0]
+        return form.alone(rows.join(rewired, exact))
     return tuple(rows.join(one, None if exact is None else exact[i]) for i, one in enumerate(rewired))

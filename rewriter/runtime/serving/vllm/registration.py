@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 from rewriter.runtime.serving.vllm.phases import keep_cached_blocks_apart, use_known_runner
 
@@ -18,11 +23,14 @@ def register_all() -> None:
     keep_cached_blocks_apart()
     use_known_runner()
     native = {name for name, known in ModelRegistry.models.items() if not _on_backend(known)}
-    for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    for model_type, architecture in chain.from_iterable(mapping.items() for mapping in mappings):
         name = PREFIX + architecture
         if architecture not in native or name in native:
             continue
         ModelRegistry.register_model(name, f"{__name__}:{name}")
+        if architecture in MODELS_CONFIG_MAP:  # what vLLM changes of an engine's settings for this architecture
+            MODELS_CONFIG_MAP[name] = MODELS_CONFIG_MAP[architecture]
         AutoConfig.register(TYPE_PREFIX + model_type, _forwarding(TYPE_PREFIX + model_type), exist_ok=True)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rewriter.output.sum_schedule import Sum, SumStep
 from rewriter.runtime.serving.vllm import engine, sums
-from rewriter.runtime.serving.vllm.layer_form import HIDDEN, RESIDUAL, BlockCall, LayerForm
+from rewriter.runtime.serving.vllm.layer_form import BlockCall, ChildCall, Given, LayerForm
 
 
 @dataclass
@@ -43,7 +43,7 @@ class RewiredLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output; between layers a tuple stands for what is under way."""
         given = dict(zip(self.form.inputs, args, strict=False)) | kwargs
-        state = opened(given[HIDDEN], given.get(RESIDUAL))
+        state = opened(*self.form.stream_of(given))
         last = [layer.of_last for layer in self.previous]
         for branch, step in zip(self.form.branches, self.steps, strict=True):
             if step.own and state.own is not None:
@@ -51,7 +51,7 @@ class RewiredLayer(nn.Module):
             output = self.call(branch, self.read(branch, step, state), given)
             self.write(step, state, output, branch.after, last[-1] if last else None)
             last = [partial(self.passed, after=branch.after)]
-        return closed(state, self.form.paired)
+        return closed(state, self.form)
 
     def of_last(self, output: Tensor) -> Tensor:
         """The output of the last block as it is added."""
@@ -77,9 +77,25 @@ class RewiredLayer(nn.Module):
         return value
 
     def call(self, branch: BlockCall, read: Tensor, given: dict[str, Any]) -> Tensor:
-        args = [read if name is None else given.get(name) for name in branch.args]
-        kwargs = {key: read if name is None else given.get(name) for key, name in branch.kwargs}
-        output: Tensor = self.get_submodule(branch.path)(*args, **kwargs)
+        """The block's output, of what it reads."""
+        first, *others = (self.of_child(call, read, given) for call in branch.calls)
+        return plus(first, tuple(others))
+
+    def of_child(self, call: ChildCall, read: Tensor, given: dict[str, Any]) -> Tensor:
+        """What one child adds to the block's output."""
+        for factor in call.entry:
+            read = read.clone() if factor is None else read * factor
+        memory = torch.empty_like(read) if call.writes else None
+
+        def value(of: Any) -> Any:
+            if isinstance(of, Given):
+                return memory if of is Given.MEMORY else None
+            return read if of is None else given.get(of)
+
+        returned = self.get_submodule(call.path)(*map(value, call.args), **{k: value(v) for k, v in call.kwargs})
+        output: Tensor = memory if call.writes else returned if call.item is None else returned[call.item]
+        for factor in call.exit:
+            output = output * factor
         return output
 
     def write(
@@ -145,14 +161,14 @@ def opened(hidden: Any, residual: Any) -> State:
     return State(hidden) if residual is None else State(residual, (hidden,))
 
 
-def closed(state: State, paired: bool) -> Any:
+def closed(state: State, form: LayerForm) -> Any:
     """The state as the next layer, or the norm after the last, takes it."""
     whole = (state.stream, state.ready, state.token, state.own, state.drift)
     if not state.settled():
-        return (state.stream, whole) if paired else whole  # models look at the shape of the first
-    if not paired or not state.ready:
+        return (state.stream, whole) if form.paired else form.alone(whole)  # models look at the shape of the first
+    if not form.paired or not state.ready:
         stream = plus(state.stream, state.ready)
-        return (torch.zeros_like(stream), stream) if paired else stream
+        return (torch.zeros_like(stream), stream) if form.paired else form.alone(stream)
     return state.ready[-1], plus(state.stream, state.ready[:-1])
 
 
