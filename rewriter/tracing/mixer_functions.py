@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.ops import ACTIVATIONS
 
 _library = torch.library.Library("rewriter_trace", "FRAGMENT")
 _library.define("causal_conv(Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor")
@@ -69,6 +70,12 @@ def causal_conv1d_fn(
 ) -> torch.Tensor:
     """[B, C, S] in, [B, C, S] out."""
     _require_known("causal_conv1d_fn", keywords)
+    activation = "silu" if activation == "swish" else activation
+    if activation is not None and activation not in ACTIVATIONS:
+        raise RewriterError(
+            f"the convolution of a recurrent mixer ends in {activation}, which this version does not know: "
+            f"{', '.join(sorted(ACTIVATIONS))}"
+        )
     return _traced.causal_conv(hidden_states, weight, bias, json.dumps({"activation": activation}))
 
 

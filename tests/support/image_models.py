@@ -35,7 +35,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END,
     ),
     "qwen3_5": dict(
-        text_config=_TEXT | dict(layer_types=["full_attention"] * LAYERS, rope_parameters=_ROPE),
+        text_config=_TEXT | dict(
+            layer_types=[*["linear_attention"] * (LAYERS - 1), "full_attention"], rope_parameters=_ROPE,
+            linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        ),
         vision_config=_QWEN_VISION, **_QWEN_TOKENS,
     ),
     "qwen3_vl": dict(
