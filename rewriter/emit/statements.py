@@ -183,6 +183,12 @@ def returning(lines: Sequence[str], results: str) -> list[str]:
     return [*lines, f"return {results}"]
 
 
+def last_name(path: str) -> str:
+    """The last name of a module's path; of one in a list, the list's with its number."""
+    owner, _, name = path.rpartition(".")
+    return f"{owner.rpartition('.')[2]}_{name}" if name.isdecimal() else name
+
+
 # values of another kind than what they are computed from, by the name of the operator
 _COMPUTED = {
     "sum": "total", "max": "largest", "amax": "largest", "pow": "power", "linear": "projected", "matmul": "product",
@@ -206,7 +212,7 @@ class _Names:
         if (role := marks(node).role or self.operands.get(node)) is not None:
             return role
         if node.op == "call_module":
-            return str(node.target).rpartition(".")[2].removesuffix("_proj")
+            return last_name(str(node.target)).removesuffix("_proj")
         if node.op in ("placeholder", "get_attr"):
             return str(node.target).rpartition(".")[2]
         if node.target is aten.sym_size.int:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from rewriter.emit.python_source import UniqueNames
+from rewriter.emit.statements import last_name
 from rewriter.ir import Body, Program, args_of, ops
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.residual import is_add
@@ -39,7 +40,7 @@ class Roles:
         if node.op == "placeholder":
             return str(node.target)
         if node.op == "call_module":
-            return str(node.target).partition("#")[0].rpartition(".")[2]
+            return last_name(str(node.target).partition("#")[0])
         if node.target is ops.all_reduce_start:
             return f"{self.of(args_of(node)[0])}_pending"
         if node.target in (ops.shard_tokens, ops.gather_tokens):
