@@ -93,10 +93,11 @@ class RewiredLayer(nn.Module):
             return read if of is None else given.get(of)
 
         returned = self.get_submodule(call.path)(*map(value, call.args), **{k: value(v) for k, v in call.kwargs})
-        output: Tensor = memory if call.writes else returned if call.item is None else returned[call.item]
+        output: Any = memory if call.writes else returned if call.item is None else returned[call.item]
         for factor in call.exit:
             output = output * factor
-        return output
+        added: Tensor = output
+        return added
 
     def write(
         self,
