@@ -67,6 +67,12 @@ _DELTA = {
 }
 _SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 16, "hidden_size": 128}
+_CONVOLUTIONS = {  # vLLM reads conv_dim and block_dim, which published configs have
+    "hidden_size": 128,
+    "conv_dim": 128,
+    "block_dim": 128,
+    "layer_types": ["conv", _FULL, "conv", _FULL],
+}
 # Families with recurrent mixers.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_SHARED},
@@ -115,14 +121,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "ssm_out_multiplier": 0.5,
         "ssm_multipliers": [1.5, 0.5, 0.75, 1.25, 2.0],
     },
-    "lfm2": {"hidden_size": 128, "layer_types": ["conv", _FULL, "conv", _FULL]},
-    "lfm2_moe": {
-        "hidden_size": 128,
-        "layer_types": ["conv", _FULL, "conv", _FULL],
-        "num_dense_layers": 1,
-        "num_experts": 4,
-        **_EXPERTS,
-    },
+    "lfm2": {**_CONVOLUTIONS, "intermediate_size": 256},
+    "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1, "num_experts": 4, **_EXPERTS},
 }
 # Those of them that vLLM 0.32 runs on a CPU in fp32.
 HYBRIDS_HERE = ("granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe")

@@ -92,12 +92,12 @@ class RewiredLayer(nn.Module):
                 return memory if of is Given.MEMORY else None
             return read if of is None else given.get(of)
 
-        returned: Any = self.get_submodule(call.path)(*map(value, call.args), **{k: value(v) for k, v in call.kwargs})
+        returned = self.get_submodule(call.path)(*map(value, call.args), **{k: value(v) for k, v in call.kwargs})
         output: Any = memory if call.writes else returned if call.item is None else returned[call.item]
         for factor in call.exit:
             output = output * factor
-        made: Tensor = output
-        return made
+        added: Tensor = output
+        return added
 
     def write(
         self,
