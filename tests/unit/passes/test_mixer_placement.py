@@ -1,0 +1,107 @@
+"""Recurrent mixers over ranks: what ranks share, how packed projections are cut, and that a wrong cut shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import hybrids
+import pytest
+import torch
+from oracles import relative_error
+from programs import tensor_parallel
+
+from rewriter.check.coverage.check import shared_parameters
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program, nodes_inside, ops
+from rewriter.ir.simulate import simulate
+from rewriter.ir.states import state_of
+from rewriter.passes.placement.rank_memory import memory
+
+
+@torch.no_grad()
+def error(program: Program, name: str) -> float:
+    """Of the logits of 70 tokens on all ranks, by those of the unmodified model."""
+    ids = torch.randint(3, 100, (2, 70), generator=torch.Generator().manual_seed(3))
+    expected = hybrids.model(name)(input_ids=ids, use_cache=False).logits
+    return relative_error(simulate(program, ids, weights=hybrids.weights(name)), expected)
+
+
+@pytest.mark.parametrize("name", hybrids.TYPES)
+@pytest.mark.fast("nemotron_h", "falcon_h1")
+def test_ranks_share_nearly_all_parameters_of_layers(name: str) -> None:
+    sharded = tensor_parallel(hybrids.traced(name), 2)
+    shared = shared_parameters(sharded, 2)
+    assert shared is not None
+    assert shared >= 0.95
+    assert not sharded.history[-1].notes  # nothing is replicated
+
+
+def cuts(program: Program, parameter: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+    found = program.parameters[parameter].ranges
+    assert found is not None
+    return found
+
+
+def test_parts_of_packed_projections_are_cut_one_by_one() -> None:
+    """Mamba 2's z, x, B, C and dt side by side; its convolution has x, B and C."""
+    name = "nemotron_h"
+    config = hybrids.traced(name).source.config
+    inner, groups = config["mamba_num_heads"] * config["mamba_head_dim"], config["n_groups"] * config["ssm_state_size"]
+    parts = [inner, inner, groups, groups, config["mamba_num_heads"]]
+    sharded = tensor_parallel(hybrids.traced(name), 2)
+    begins = [sum(parts[:i]) for i in range(5)]
+    for rank, runs in enumerate(cuts(sharded, "model.layers.0.mixer.in_proj.weight")):
+        own = {i for begin, end in runs for i in range(begin, end)}
+        halves = (
+            (begin + rank * size // 2, begin + (rank + 1) * size // 2)
+            for begin, size in zip(begins, parts, strict=True)
+        )
+        assert own == {i for begin, end in halves for i in range(begin, end)}
+    taps = cuts(sharded, "model.layers.0.mixer.conv1d.weight")
+    assert sum(end - begin for begin, end in taps[0]) == (inner + 2 * groups) // 2
+
+
+def exchanged(program: Program, parameter: str) -> Program:
+    """`program` whose ranks have exchanged the last part of a packed projection."""
+    spec = program.parameters[parameter]
+    assert spec.ranges is not None
+    (*first, one), (*second, other) = spec.ranges
+    changed = replace(spec, ranges=((*first, other), (*second, one)))
+    return program.with_(parameters={**program.parameters, parameter: changed})
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("nemotron_h", "model.layers.0.mixer.in_proj.weight"),
+        ("nemotron_h", "model.layers.0.mixer.conv1d.weight"),
+        ("lfm2_moe", "model.layers.0.conv.in_proj.weight"),
+    ],
+)
+def test_an_exchanged_part_of_a_packed_projection_shows(name: str, parameter: str) -> None:
+    sharded = tensor_parallel(hybrids.traced(name), 2)
+    assert error(sharded, name) <= 1e-4
+    assert error(exchanged(sharded, parameter), name) >= 1e-3
+
+
+def test_states_are_a_rank_s_own() -> None:
+    whole, sharded = hybrids.traced("nemotron_h"), tensor_parallel(hybrids.traced("nemotron_h"), 2)
+    for program, ranks in ((whole, 1), (sharded, 2)):
+        nodes = [n for _, n in nodes_inside(program.modules["model.layers.0.mixer"]) if n.target in ops.RECURRENT]
+        convolution, recurrence = map(state_of, nodes)
+        heads, size = whole.source.config["mamba_num_heads"] // ranks, whole.source.config["mamba_head_dim"]
+        assert recurrence.shape == (heads, size, whole.source.config["ssm_state_size"])
+        assert (convolution.shape[1], convolution.fp32, recurrence.fp32) == (3, False, True)
+    assert memory(sharded).states_per_row * 2 == memory(whole).states_per_row > 0
+
+
+def test_groups_that_do_not_come_out_even_are_replicated_and_named() -> None:
+    whole: Any = hybrids.traced("nemotron_h")
+    sharded = tensor_parallel(whole, 8)
+    assert any("mixer" in note and "replicated" in note for note in sharded.history[-1].notes)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(RewriterError, match=r"--tp 3: \d+ query heads do not divide by 3"):
+        tensor_parallel(hybrids.traced("nemotron_h"), 3)
