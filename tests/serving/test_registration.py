@@ -84,5 +84,5 @@ def test_layers_of_the_text_model_are_rewired_and_no_towers():
 
 def test_recurrent_models_are_refused_by_the_backend_without_their_states():
     model = SimpleNamespace(hf_config=SimpleNamespace(), is_hybrid=True, is_attention_free=False)
-    with pytest.raises(ValueError, match="mixers keep a state .* because of this"):
+    with pytest.raises(ValueError, match="because of this"):
         on_backend(SimpleNamespace(model_config=model), "", "of this")
