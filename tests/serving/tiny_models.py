@@ -67,10 +67,11 @@ _DELTA = {
 }
 _SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 16, "hidden_size": 128}
-_CONVOLUTIONS = {  # vLLM reads conv_dim and block_dim, which published configs have
+_CONVOLUTIONS = {  # vLLM reads conv_dim and block_dim, which published configs have, and ties embeddings as they do
     "hidden_size": 128,
     "conv_dim": 128,
     "block_dim": 128,
+    "tie_word_embeddings": True,
     "layer_types": ["conv", _FULL, "conv", _FULL],
 }
 # Families with recurrent mixers.
