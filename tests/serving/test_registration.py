@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -13,7 +15,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 from rewriter.output.sum_schedule import Unsupported
-from rewriter.runtime.serving.vllm.model import decoder_layers, language_model
+from rewriter.runtime.serving.vllm.model import decoder_layers, language_model, on_backend
 from rewriter.runtime.serving.vllm.registration import register_all
 
 TEXT = ("RewriterLlamaForCausalLM", "RewriterQwen3NextForCausalLM", "RewriterNemotronHForCausalLM")
@@ -78,3 +80,9 @@ def test_layers_of_the_text_model_are_rewired_and_no_towers():
     with pytest.raises(Unsupported, match="2 lists of 3 decoder layers"):
         decoder_layers(model, 3)
     assert language_model(model.language) is model.language
+
+
+def test_recurrent_models_are_refused_by_the_backend_without_their_states():
+    model = SimpleNamespace(hf_config=SimpleNamespace(), is_hybrid=True, is_attention_free=False)
+    with pytest.raises(ValueError, match="because of this"):
+        on_backend(SimpleNamespace(model_config=model), "", "of this")

@@ -47,8 +47,6 @@ OPTIONS = [Case("llama", "ladder", tp, engine=NGRAM) for tp in (1, 2)]
 RECURRENT = {"block_size": None, "enable_prefix_caching": False}
 HYBRIDS = [
     *(Case(name, "ladder-upper-half", tp, engine=RECURRENT) for name in tiny_models.HYBRIDS_HERE for tp in (1, 2)),
-    Case("granitemoehybrid", "tensor-parallel", 2, engine=RECURRENT),
-    Case("lfm2", "ladder-upper-half", 2, eager=False, engine=RECURRENT),
     Case("falcon_h1", "desync-2x-sum", 2, engine=RECURRENT),
 ]
 HYBRID_FAULTS = [  # in this process: one rank

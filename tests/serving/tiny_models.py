@@ -67,10 +67,11 @@ _DELTA = {
 }
 _SHARED = {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 16, "hidden_size": 128}
-_CONVOLUTIONS = {  # vLLM reads conv_dim and block_dim, which published configs have
+_CONVOLUTIONS = {  # vLLM reads conv_dim and block_dim, which published configs have, and ties embeddings as they do
     "hidden_size": 128,
     "conv_dim": 128,
     "block_dim": 128,
+    "tie_word_embeddings": True,
     "layer_types": ["conv", _FULL, "conv", _FULL],
 }
 # Families with recurrent mixers.
@@ -124,8 +125,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {**_CONVOLUTIONS, "intermediate_size": 256},
     "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1, "num_experts": 4, **_EXPERTS},
 }
-# Those of them that vLLM 0.32 runs on a CPU in fp32.
-HYBRIDS_HERE = ("granitemoehybrid", "falcon_h1", "lfm2", "lfm2_moe")
+# Those of them whose originals vLLM 0.32 runs on a CPU in fp32 with transformers' tokens.
+HYBRIDS_HERE = ("granitemoehybrid", "falcon_h1")
 # Sizes that other numbers of ranks divide, by family@ranks.
 _OF_RANKS: dict[str, dict[str, Any]] = {
     "llama@3": {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 192, "vocab_size": 192},
