@@ -43,6 +43,7 @@ from rewriter.tracing.wiring import (
     example_inputs,
     layer_signature,
     only_calls_and_sums,
+    returns_float32,
     switched_off,
     trace_wiring,
 )
@@ -256,7 +257,8 @@ class ModelTracer:
         self.calls = meta_calls
         names = sort_by_use(exported.graph)
         modules = {names[name]: module for name, module in modules.items() if name in names}
-        graph, used = clean(exported, prefix="inner.")
+        wide = any(returns_float32(self.wiring(layer)) for layer in self.layers)
+        graph, used = clean(exported, prefix="inner.", casts_stay=wide)
         for index, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
             node.target = list(example)[index]
             node._rename(str(node.target))

@@ -26,20 +26,23 @@ from rewriter.tracing.meta_model import TRACE_DTYPE
 _traced = torch.ops.rewriter_trace
 
 
-def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph, dict[str, torch.Tensor | None]]:
+def clean(
+    exported: torch.export.ExportedProgram, prefix: str, *, casts_stay: bool = False
+) -> tuple[fx.Graph, dict[str, torch.Tensor | None]]:
     """(the exported graph in the IR's vocabulary, the tensors that it reads by name without `prefix`).
 
-    A name maps to the value of a constant that was made in the forward itself, and to None for all others. Raises
+    A name maps to the value of a constant that was made in the forward itself, and to None for all others.
+    `casts_stay`: values in the model's dtype may really be wider, so that a cast to it is one. Raises
     RewriterError where a value in the model's dtype is made and nothing before it has that dtype.
     """
-    return _Cleaner(exported, prefix).run()
+    return _Cleaner(exported, prefix, casts_stay).run()
 
 
 class _Cleaner:
     """`env` maps nodes of the exported graph to those of the new one (a tuple of them for several results)."""
 
-    def __init__(self, exported: torch.export.ExportedProgram, prefix: str) -> None:
-        self.exported, self.prefix = exported, prefix
+    def __init__(self, exported: torch.export.ExportedProgram, prefix: str, casts_stay: bool) -> None:
+        self.exported, self.prefix, self.casts_stay = exported, prefix, casts_stay
         signature = exported.graph_signature
         self.names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         self.constants = signature.inputs_to_lifted_tensor_constants
@@ -151,7 +154,7 @@ class _Cleaner:
             elif node.target is aten.view.default and _is_attended(args_of(node)[0]):
                 # the source's attention returns memory in the order of its dimensions, the IR's need not
                 self.env[node] = self._emit(node, aten.reshape.default, args)
-            elif _is_no_op(node):
+            elif _is_no_op(node) and not (self.casts_stay and _cast_dtype(node) == TRACE_DTYPE):
                 self.env[node] = args[0]
             elif (dtype := _cast_dtype(node)) is None:
                 self.env[node] = self._other(node, args)

@@ -19,6 +19,7 @@ from rewriter.common.cache_names import cache_argument
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
+from rewriter.ir.op_semantics import kind_of
 from rewriter.tracing.image_features import require_text_alone
 from rewriter.tracing.interception import replaced_forward
 from rewriter.tracing.model_errors import first_line, refused
@@ -140,6 +141,17 @@ def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
         return False
     given = [*args_of(node)[1:], *node.kwargs.values()]
     return given == [dtype] or (node.target == "float" and dtype == torch.float32)
+
+
+def returns_float32(wiring: fx.Graph) -> bool:
+    """True if a layer returns its hidden state in fp32 whatever the model's dtype: it adds in fp32 (Mamba)."""
+    wide: set[fx.Node] = set()
+    for node in wiring.nodes:
+        sums = node.op == "call_function" and kind_of(node) == "pointwise"
+        if is_cast(node, torch.float32) or (sums and wide & set(node.all_input_nodes)):
+            wide.add(node)
+    result = args_of(wiring.output_node())[0]
+    return (result[0] if isinstance(result, (tuple, list)) else result) in wide
 
 
 def _without_extras(result: Any) -> Any:
