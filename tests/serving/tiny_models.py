@@ -126,7 +126,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**_CONVOLUTIONS, "num_dense_layers": 1, "num_experts": 4, **_EXPERTS},
 }
 # Those of them whose originals vLLM 0.32 runs on a CPU in fp32 with transformers' tokens.
-HYBRIDS_HERE = ("granitemoehybrid", "falcon_h1")
+HYBRIDS_HERE = ("granitemoehybrid", "falcon_h1", "nemotron_h")
 # Sizes that other numbers of ranks divide, by family@ranks.
 _OF_RANKS: dict[str, dict[str, Any]] = {
     "llama@3": {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 192, "vocab_size": 192},
