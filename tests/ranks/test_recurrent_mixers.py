@@ -3,6 +3,8 @@ prefill, eager, compiled and as a replayed step, as transformers computes and ge
 
 from __future__ import annotations
 
+import copy
+
 import decode_steps
 import hybrids
 import pytest
@@ -12,6 +14,10 @@ from emitted_ranks import TOLERANCE, build, compare_gradients, on_rank
 from oracles import relative_error
 from programs import runtime_case, tensor_parallel
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM
+
+from rewriter.api import convert
+from rewriter.convert.save_options import SaveOptions
 
 as_on_a_gpu = decode_steps.as_on_a_gpu
 MERGE, OVERLAP = ("merge_reductions", {}), ("overlap", {})
@@ -92,3 +98,26 @@ def test_a_replayed_step_gives_the_tokens_of_transformers(name, as_on_a_gpu):
     prompts = torch.randint(3, 100, (3, 11), generator=torch.Generator().manual_seed(5)).tolist()
     got, _ = replayed(build(source, tensors[0], ties, None), prompts)
     assert got == hybrids.generated(name, prompts, STEPS)
+
+
+def logits_on_rank(group, directory, ids):
+    from rewriter.runtime import load
+
+    with torch.no_grad():
+        return load(directory)(ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*hybrids.TYPES, *hybrids.OTHERS])
+@pytest.mark.fast("mamba-dtype0", "falcon_h1-dtype1")
+@torch.no_grad()
+def test_a_narrow_dtype_errs_as_transformers_does_in_it(name, dtype, tmp_path):
+    """By the fp32 model; some types add in fp32 in any dtype, and keep single parameters in it."""
+    ids = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(3))
+    exact = hybrids.model(name)(input_ids=ids, use_cache=False).logits
+    copy.deepcopy(hybrids.model(name)).to(dtype).save_pretrained(tmp_path / "source")
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=dtype, attn_implementation="eager")
+    theirs = relative_error(narrow(input_ids=ids, use_cache=False).logits.float(), exact)
+    convert(tmp_path / "source", "tensor-parallel", out=tmp_path / "out", tp=2, options=SaveOptions(verify="none"))
+    for logits in run_ranks(logits_on_rank, 2, tmp_path / "out", ids):
+        assert relative_error(logits.float(), exact) <= 2 * theirs + 1e-3
