@@ -180,7 +180,7 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
             "inspect m --recipe long-context --sp 16 --tokens 131072",
             ("inspect", ("m",), INSPECT | {"recipe": "long-context", "sp": 16, "tokens": 131072}),
         ),
-        ("verify d", ("verify", (Path("d"),), {"trust_remote_code": False})),
+        ("verify d", ("verify", (Path("d"),), {"trust_remote_code": False, "images": False})),
         ("export d --onnx f.onnx", ("export_onnx", (Path("d"), Path("f.onnx")), {"trust_remote_code": False})),
     ],
 )

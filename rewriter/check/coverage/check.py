@@ -84,6 +84,10 @@ _Reference = Callable[[torch.Tensor], torch.Tensor]
 """Logits [rows, tokens, vocabulary] of tokens [rows, tokens]."""
 
 
+# what is tried where another thing holds
+_OF_STREAMS = {"desync": "stream", "emitted": "ladder"}
+
+
 class Stopped(Exception):
     """Without this check there is nothing to compare in those that follow."""
 
@@ -119,22 +123,19 @@ class Subject:
             self._require(self.program, self.expected, self.original, self.limit, "the traced program")
         self.result.blocks = len(residual_blocks(self.program))
         self.result.stream = self.result.blocks > 0
-        if "ladder" in checks:
-            with self.noted("ladder"):
-                self._ladder()
-        for ranks in (2, 4):
-            if f"tp{ranks}" in checks:
-                with self.noted(f"tp{ranks}"):
-                    self._tensor_parallel(ranks)
-        if self.result.stream and checks == PARTS:
-            with self.noted("desync"):
-                self._desync()
-        if self.result.ladder and "emitted" in checks:
-            with self.noted("emitted"):
-                self._emitted()
-        for name in ("desync", "emitted"):
-            # what is not tried has the reason that the ladder has
-            if "ladder" in checks and not getattr(self.result, name):
+        parts: dict[str, Callable[[], None]] = {
+            "ladder": self._ladder,
+            "tp2": functools.partial(self._tensor_parallel, 2),
+            "tp4": functools.partial(self._tensor_parallel, 4),
+            "desync": self._desync,
+            "emitted": self._emitted,
+        }
+        for name, part in parts.items():
+            if name in checks and (name not in _OF_STREAMS or getattr(self.result, _OF_STREAMS[name])):
+                with self.noted(name):
+                    part()
+        for name in _OF_STREAMS.keys() & set(checks):  # what is not tried has the reason that the ladder has
+            if not getattr(self.result, name):
                 self.result.reasons.setdefault(name, self.result.reasons.get("ladder", ""))
 
     @contextlib.contextmanager

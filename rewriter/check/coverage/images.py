@@ -47,7 +47,6 @@ class ImageSubject(Subject):
     def try_all(self, checks: Collection[str]) -> None:
         """By text, then with a picture."""
         self.run(checks)
-        self.result.reasons.pop("desync", None)
         if self.result.emitted:
             with self.noted("pixels"):
                 self._pixels()

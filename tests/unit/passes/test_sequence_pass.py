@@ -94,15 +94,12 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "bloom": ({}, r"transformer.h.0.self_attention adds a bias per query and key to its scores \(ALiBi"),
     "deepseek_v32": ({}, "model.layers.0.self_attn sees keys that an indexer chooses among those of all tokens"),
     "roberta": ({}, "the wiring: aten.cumsum sums over the tokens of a call"),  # to count positions
-    "lfm2": (
-        {"layer_types": ["conv", "full_attention", "conv", "conv"]},
-        "model.layers.0.conv: causal_conv carries a state from token to token",
-    ),
+    "lfm2": ({}, "model.layers.0.conv: causal_conv carries a state from token to token"),
     "mamba": ({}, "backbone.layers.0.mixer: causal_conv carries a state from token to token"),
     "jetmoe": ({}, "additive_mask is the mask as a tensor, .*, for model.layers.0.self_attention"),
     "trocr": ({}, "model.decoder.embed_positions: aten.arange.start numbers the tokens of a call from 0"),
     "qwen3_next": ({}, "model.layers.0.linear_attn: causal_conv carries a state from token to token"),
-    "xlstm": ({}, r"backbone.blocks.0.mlstm_layer stays the source's own module \(xLSTMLayer\), since it"),
+    "xlstm": ({}, r"backbone.blocks.0.mlstm_layer stays the source's own module \(xLSTMLayer\), since RuntimeError"),
     "dbrx": ({}, r"transformer.blocks.0.ffn stays the source's own module \(DbrxFFN\)"),
     "llama4_text": ({}, "model.layers.3.self_attn: aten.arange numbers the tokens of a call from 0"),  # temperatures
 }

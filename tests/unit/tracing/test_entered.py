@@ -13,9 +13,7 @@ from oracles import relative_error
 from programs import PASSES, tensor_parallel
 from random_models import Models
 
-from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.module import emit_runtime_module
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
 
@@ -72,10 +70,3 @@ def test_an_emitted_layer_calls_what_the_child_called(name: str, tmp_path: Path)
     with ladder_reference(model, {1}):
         expected = model(input_ids=ids, use_cache=False).logits
     assert relative_error(loaded(input_ids=ids, use_cache=False).logits, expected) <= 1e-5
-
-
-def test_positions_that_a_model_counts_itself_are_refused_by_the_runtime() -> None:
-    program = traced("roberta-prelayernorm")
-    assert "position_ids" not in [n.target for n in program.graph.nodes if n.op == "placeholder"]
-    with pytest.raises(RewriterError, match="numbers the tokens"):
-        emit_runtime_module(program)
