@@ -127,6 +127,12 @@ class Labels:
             self.set(weight, labels.reshape(-1, 1).expand(reduced_shape(value_of(weight))))
             if bias is not None:
                 self.set(bias, labels.reshape(-1))
+        elif kind_of(node) == "product" and labels.dim() > 2:
+            by_batch = labels.flatten(1)[:, 0]  # of one product each: heads with weights of their own
+            for source in tensor_inputs(node):
+                shape = reduced_shape(value_of(source))
+                if source not in self.of and len(shape) == labels.dim() and shape[0] == len(labels) and _stored(source):
+                    self.set(source, by_batch.reshape(-1, *[1] * (len(shape) - 1)).expand(shape))
         elif is_pointwise(node):
             for source in tensor_inputs(node):
                 self.set(source, shrink_to(labels, reduced_shape(value_of(source))))
@@ -175,6 +181,13 @@ class Labels:
                 self.forward(node)
             for node in reversed(nodes):
                 self.backward(node)
+
+
+def _stored(node: fx.Node) -> bool:
+    """True for a parameter or constant, moved or not."""
+    while is_movement(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.op == "get_attr"
 
 
 def shrink_to(labels: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

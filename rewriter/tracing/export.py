@@ -37,6 +37,7 @@ from rewriter.tracing.interception import (
 )
 from rewriter.tracing.masks import Static, StaticGraph
 from rewriter.tracing.mixer_forms import simplify, unfold_heads, unfolded
+from rewriter.tracing.mixer_functions import is_recurrent
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.per_head import join_pieces
 
@@ -284,7 +285,7 @@ def is_called(module: nn.Module) -> bool:
     """True if a module inside a body is kept as a call: leaves, and small modules with tensors (norms)."""
     if as_leaf(module) is not None:
         return True
-    if is_experts(module):
+    if is_experts(module) or is_recurrent(module):
         return False
     owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     return owns and not any(True for _ in module.children())

@@ -232,7 +232,7 @@ _ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default
 @functools.cache
 def _recurrent() -> dict[Any, Any]:
     """By operator that records a part of a recurrent mixer, the operator of the IR."""
-    names = ("causal_conv", "delta_rule", "state_space", "selective_scan")
+    names = ("causal_conv", "delta_rule", "state_space", "selective_scan", "linear_scan")
     return {getattr(_traced, name).default: getattr(ops, name) for name in names}
 
 

@@ -1,6 +1,6 @@
 """Canonical forms of what recurrent mixers compute around their operators, so that heads and channels can be followed.
 
-- `x[..., -S:]` of S tokens is x.
+- `x[..., -S:]` and `x[..., :S]` of S tokens are x.
 - `W @ xᵀ`, with a parameter on the left, is `(x Wᵀ)ᵀ`.
 - Heads folded into tokens, `norm(x.reshape(-1, E))` of x [B, S, H, E], stay a dimension of their own: B · S · H is one
   dynamic size, in which no head can be told from a token.
@@ -39,12 +39,13 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _keeps_all(node: fx.Node) -> bool:
-    """True if a slice takes the last S of S elements."""
+    """True if a slice takes the first or the last S of S elements."""
     source, start, end = args_of(node)[0], argument(node, "start"), argument(node, "end")
     size = source.meta["val"].shape[argument(node, "dim")]
-    begins = start.meta["val"] if isinstance(start, fx.Node) else start
-    to_end = end is None or (isinstance(end, int) and end >= 1 << 62)
-    return dynamic(size) and to_end and argument(node, "step") == 1 and str(begins) == f"-{size}"
+    begin, stop = (x.meta["val"] if isinstance(x, fx.Node) else x for x in (start, end))
+    to_end = stop is None or str(stop) == str(size) or (isinstance(stop, int) and stop >= 1 << 62)
+    from_begin = begin in (None, 0) if not isinstance(begin, torch.SymInt) else str(begin) == f"-{size}"
+    return dynamic(size) and to_end and from_begin and argument(node, "step") == 1
 
 
 def _multiplies_transposed(node: fx.Node) -> bool:

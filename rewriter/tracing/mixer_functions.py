@@ -27,6 +27,7 @@ _library.define("delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
 _library.define(
     "state_space(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, str options) -> Tensor"
 )
+_library.define("linear_scan(Tensor x, Tensor log_decay, str options) -> Tensor")
 _library.define(
     "selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
     "str options) -> Tensor"
@@ -37,6 +38,7 @@ _traced = torch.ops.rewriter_trace
 @torch.library.register_fake("rewriter_trace::causal_conv", lib=_library)
 @torch.library.register_fake("rewriter_trace::state_space", lib=_library)
 @torch.library.register_fake("rewriter_trace::selective_scan", lib=_library)
+@torch.library.register_fake("rewriter_trace::linear_scan", lib=_library)
 def _like_first(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -138,6 +140,46 @@ def mamba_selective_scan(
     return (out, None) if return_last_state else out
 
 
+def rnn_scan(
+    hidden_states: torch.Tensor,
+    recurrent_gate: torch.Tensor,
+    reset: torch.Tensor,
+    recurrent_states: torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """The linear recurrence of RG-LRU, a method of its module. `reset` is where a sequence begins, at its state of
+    zeros."""
+    _require_known("_rnn_scan", keywords)
+    return _traced.linear_scan(hidden_states, recurrent_gate.float().log(), "{}"), None
+
+
+def depthwise(convolution: nn.Conv1d) -> bool:
+    """True for a causal convolution of each channel, whose caller keeps as many outputs as there are tokens."""
+    taps = convolution.kernel_size[0]
+    return (
+        convolution.groups == convolution.in_channels == convolution.out_channels
+        and taps > 1
+        and (convolution.padding, convolution.stride, convolution.dilation) == ((taps - 1,), (1,), (1,))
+        and convolution.padding_mode == "zeros"
+    )
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """True for a module whose own forward is recorded as an operator: its caller holds the state."""
+    return any(hasattr(type(module), name) for name in _METHODS) or (type(module) is nn.Conv1d and depthwise(module))
+
+
+def _convolved(self: nn.Conv1d, x: torch.Tensor) -> torch.Tensor:
+    """[B, C, S] of a depthwise causal convolution, the outputs behind the last token left out."""
+    if not depthwise(self):
+        return _plain_convolution(self, x)
+    return _traced.causal_conv(x, self.weight.squeeze(1), self.bias, json.dumps({"activation": None}))
+
+
+_plain_convolution = nn.Conv1d.forward
+_METHODS = {"_rnn_scan": rnn_scan}
+
+
 def _step(name: str) -> Callable[..., Any]:
     def function(*_: Any, **__: Any) -> Any:
         raise RewriterError(f"it calls {name}, the form of a decode step, on a sequence without earlier tokens")
@@ -164,11 +206,18 @@ def lifted_mixers(model: nn.Module) -> Iterator[None]:
     functions = {**_LIFTED, **{name: _step(name) for name in _STEPS}}
     namespaces = {id(names): names for m in model.modules() if (names := _globals_of(type(m))) is not None}
     before = [(names, {n: names[n] for n in functions if n in names}) for names in namespaces.values()]
+    methods = [(m, name) for m in model.modules() for name in _METHODS if hasattr(type(m), name)]
     try:
+        nn.Conv1d.forward = _convolved  # type: ignore[method-assign]
+        for module, name in methods:
+            setattr(module, name, _METHODS[name])
         for names, own in before:
             names.update({n: functions[n] for n in own})
         yield
     finally:
+        nn.Conv1d.forward = _plain_convolution  # type: ignore[method-assign]
+        for module, name in methods:
+            vars(module).pop(name, None)
         for names, own in before:
             names.update(own)
 
@@ -189,7 +238,8 @@ def loop_over_tokens(model: nn.Module) -> str | None:
 
 def is_lifted(module: nn.Module) -> bool:
     """True if a forward in `module` can call one of the functions above."""
-    return any(_LIFTED.keys() & (_globals_of(type(m)) or {}).keys() for m in module.modules())
+    functions = any(_LIFTED.keys() & (_globals_of(type(m)) or {}).keys() for m in module.modules())
+    return functions or any(hasattr(type(m), name) for m in module.modules() for name in _METHODS)
 
 
 def _globals_of(kind: type[nn.Module]) -> dict[str, Any] | None:

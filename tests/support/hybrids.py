@@ -37,6 +37,7 @@ OTHERS = (
     "olmo_hybrid",
     "bailing_hybrid",
     "lfm3",
+    "recurrent_gemma",
 )
 
 

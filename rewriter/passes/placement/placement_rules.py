@@ -162,9 +162,16 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
         reduce_over_ranks(node, state.sharded, state.ranks, state.copies(node))
     elif any(n in state.sharded or n in state.local for n in inputs):
         beside = kind_of(node) == "normalization" and node in state.sharded  # along dimensions that are whole
+        if kind_of(node) == "product" and not _is_one_per_head(state, node, inputs):
+            raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
         if not is_pointwise(node) and not beside and node not in state.local:
             raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
         state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
+
+
+def _is_one_per_head(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> bool:
+    """True for a batch of products of which each rank has its own, factors and results."""
+    return all(n in state.sharded and state.sharded[n][0] == 0 and value_of(n).dim() == 3 for n in (node, *inputs))
 
 
 def _place_attention(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
