@@ -14,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -208,14 +209,13 @@ def lifted_mixers(model: nn.Module) -> Iterator[None]:
     before = [(names, {n: names[n] for n in functions if n in names}) for names in namespaces.values()]
     methods = [(m, name) for m in model.modules() for name in _METHODS if hasattr(type(m), name)]
     try:
-        nn.Conv1d.forward = _convolved  # type: ignore[method-assign]
         for module, name in methods:
             setattr(module, name, _METHODS[name])
         for names, own in before:
             names.update({n: functions[n] for n in own})
-        yield
+        with mock.patch.object(nn.Conv1d, "forward", _convolved):
+            yield
     finally:
-        nn.Conv1d.forward = _plain_convolution  # type: ignore[method-assign]
         for module, name in methods:
             vars(module).pop(name, None)
         for names, own in before:
