@@ -223,7 +223,7 @@ def lifted_mixers(model: nn.Module) -> Iterator[None]:
 
 
 # of these, the plain form is a loop over a sequence or its chunks, as many times as the sequence is long
-_LOOPS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_selective_scan")
+_LOOPS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_selective_scan", "_rnn_scan")
 
 
 def loop_over_tokens(model: nn.Module) -> str | None:
