@@ -76,7 +76,7 @@ _KINDS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")  # 0 f
 
 
 def _features(model: PreTrainedModel, pixels: Inputs) -> int:
-    """How many tokens the model makes of them."""
+    """The number of tokens that the model makes of them."""
     owners = [m for m in (model, model.base_model) if hasattr(m, "get_image_features")]
     if not owners:
         raise RewriterError(f"{type(model).__name__} has no get_image_features")
@@ -98,7 +98,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _forms(model: PreTrainedModel) -> Iterator[Inputs]:
-    """What the arguments of the model's `forward` allow, the likeliest first. Pixels have their shape alone."""
+    """The forms that the arguments of the model's `forward` allow, the likeliest first; of pixels, their shape."""
     taken = inspect.signature(type(model).forward).parameters
     sizes = _Sizes(model.config)
     side, channels, patch = sizes.side, sizes.channels, sizes.patch

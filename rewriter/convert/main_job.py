@@ -115,7 +115,7 @@ def _by_forward(model: PreTrainedModel, prompt: Sequence[int], count: int) -> li
 
 
 def _tokens_of_ranks(out: Path, prompts: list[list[int]], count: int) -> dict[str, list[list[int]]]:
-    """What `rewriter.runtime.generation.tokens_worker` gives. Raises RewriterError with the reason of a rank."""
+    """The tokens that `rewriter.runtime.generation.tokens_worker` gives. Raises RewriterError with a rank's reason."""
     with Processes() as job:
         request, result = job.scratch / "request.json", job.scratch / "tokens.json"
         write_json(request, {"directory": str(out), "prompts": prompts, "max_new_tokens": count})

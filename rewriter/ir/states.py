@@ -16,7 +16,7 @@ from rewriter.ir.marks import marks
 
 @dataclass(frozen=True)
 class State:
-    """What one call keeps per row of a batch, on a rank: `shape`, in fp32 or in the model's dtype."""
+    """The state that one call keeps per row of a batch, on a rank: `shape`, in fp32 or in the model's dtype."""
 
     shape: tuple[int, ...]
     fp32: bool

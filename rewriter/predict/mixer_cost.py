@@ -6,6 +6,7 @@ and writing the state once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,7 @@ CHUNK = 64
 def recurrence_items(node: fx.Node, tensors: Sequence[Tensor], out: Tensor, given: ForwardPass) -> list[Kernel]:
     """The kernels of a call of one of `ops.RECURRENT` on a rank's `tensors`, which gives `out`; batch first."""
     batch, state = out.shape[0], state_of(node)
-    held = 1
-    for size in state.shape:
-        held *= size
-    held *= batch * (4 if state.fp32 else out.element_size())
+    held = batch * math.prod(state.shape) * (4 if state.fp32 else out.element_size())
     nbytes = float(sum(t.nbytes for t in tensors) + out.nbytes)
     name: str = getattr(node.target, "__name__", "recurrence")
     tokens = out.shape[2] if node.target in _CHANNELS_FIRST else out.shape[1]

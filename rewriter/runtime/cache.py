@@ -35,7 +35,8 @@ class SlotSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What one call of a recurrent or convolutional mixer keeps from token to token: [batch, *shape] on this rank.
+    """State that one call of a recurrent or convolutional mixer keeps from token to token: [batch, *shape] on this
+    rank.
 
     `fp32`: a state that sums are made in, of the dtype that those of the cache's are; else it is of the cache's dtype.
     """

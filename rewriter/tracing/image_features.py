@@ -1,4 +1,4 @@
-"""Where a model adds image features to the residual stream between its decoder layers (deepstack).
+"""Image features that a model adds to the residual stream between its decoder layers (deepstack).
 
 A trace of text alone does not see it, so it is found in the code of the loop over the layers: under a condition on one
 of its arguments, `forward` gives the variable that the next layer is called with another value than the layer before

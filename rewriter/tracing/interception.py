@@ -89,10 +89,9 @@ def lifted_attention(
     the mask already says (flash kernels need it), `position_ids` is for packed sequences. Any keyword that could change
     the result and is not known here is refused.
     """
-    unknown = {k: v for k, v in unknown.items() if v is not None and v is not False and k not in _INERT_KEYWORDS}
-    if unknown:
+    if others := unknown_keywords(unknown, _INERT_KEYWORDS):
         raise RewriterError(
-            f"{type(module).__name__} passes {sorted(unknown)} to its attention function, which this version cannot "
+            f"{type(module).__name__} passes {others} to its attention function, which this version cannot "
             "represent. Its attention cannot be traced."
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -116,6 +115,11 @@ def lifted_attention(
 _INERT_KEYWORDS = (
     "use_cache", "output_attentions", "output_router_logits", "return_dict", "cache_position", "logits_to_keep",
 )  # fmt: skip
+
+
+def unknown_keywords(given: Mapping[str, Any], inert: Sequence[str]) -> list[str]:
+    """The names, sorted, of keywords that say something and are not among `inert`."""
+    return sorted(k for k, v in given.items() if v is not None and v is not False and k not in inert)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from torch import nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir.ops import ACTIVATIONS
+from rewriter.tracing.interception import unknown_keywords
 
 _library = torch.library.Library("rewriter_trace", "FRAGMENT")
 _library.define("causal_conv(Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor")
@@ -57,11 +58,8 @@ _INERT_KEYWORDS = (
 
 
 def _require_known(function: str, keywords: dict[str, Any]) -> None:
-    unknown = {k for k, v in keywords.items() if v is not None and v is not False and k not in _INERT_KEYWORDS}
-    if unknown:
-        raise RewriterError(
-            f"a recurrent mixer passes {sorted(unknown)} to {function}, which this version cannot represent"
-        )
+    if unknown := unknown_keywords(keywords, _INERT_KEYWORDS):
+        raise RewriterError(f"a recurrent mixer passes {unknown} to {function}, which this version cannot represent")
 
 
 def causal_conv1d_fn(
@@ -167,7 +165,12 @@ def depthwise(convolution: nn.Conv1d) -> bool:
 
 def is_recurrent(module: nn.Module) -> bool:
     """True for a module whose own forward is recorded as an operator: its caller holds the state."""
-    return any(hasattr(type(module), name) for name in _METHODS) or (type(module) is nn.Conv1d and depthwise(module))
+    return bool(_methods(module)) or (type(module) is nn.Conv1d and depthwise(module))
+
+
+def _methods(module: nn.Module) -> list[str]:
+    """The names of the methods of a module that are recorded as operators."""
+    return [name for name in _METHODS if hasattr(type(module), name)]
 
 
 def _convolved(self: nn.Conv1d, x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +210,7 @@ def lifted_mixers(model: nn.Module) -> Iterator[None]:
     functions = {**_LIFTED, **{name: _step(name) for name in _STEPS}}
     namespaces = {id(names): names for m in model.modules() if (names := _globals_of(type(m))) is not None}
     before = [(names, {n: names[n] for n in functions if n in names}) for names in namespaces.values()]
-    methods = [(m, name) for m in model.modules() for name in _METHODS if hasattr(type(m), name)]
+    methods = [(m, name) for m in model.modules() for name in _methods(m)]
     try:
         for module, name in methods:
             setattr(module, name, _METHODS[name])
@@ -239,7 +242,7 @@ def loop_over_tokens(model: nn.Module) -> str | None:
 def is_lifted(module: nn.Module) -> bool:
     """True if a forward in `module` can call one of the functions above."""
     functions = any(_LIFTED.keys() & (_globals_of(type(m)) or {}).keys() for m in module.modules())
-    return functions or any(hasattr(type(m), name) for m in module.modules() for name in _METHODS)
+    return functions or any(map(_methods, module.modules()))
 
 
 def _globals_of(kind: type[nn.Module]) -> dict[str, Any] | None:

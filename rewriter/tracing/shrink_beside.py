@@ -1,4 +1,4 @@
-"""What stands beside the language model in a shrunken config, made to fit it: towers, projectors, special tokens.
+"""Parts beside the language model of a shrunken config, made to fit it: towers, projectors, special tokens.
 
 The names are those that types of transformers use; a rule per name, none per type.
 """

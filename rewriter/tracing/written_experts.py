@@ -63,7 +63,7 @@ def _form(module: nn.Module) -> tuple[dict[str, Any], bool] | None:
 
 
 def _handed_on(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, own: int) -> torch.Tensor:
-    """What experts from number `own` on add: their input, by its weight."""
+    """The sum that experts from number `own` on add: their input, by its weight."""
     return (x * (weight * (index >= own)).sum(-1, keepdim=True)).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What an indexer keeps and chooses: `rewriter.ir.ops.remember` and `top_keys` are the specification."""
+"""Keys that an indexer keeps and chooses: `rewriter.ir.ops.remember` and `top_keys` are the specification."""
 
 from __future__ import annotations
 

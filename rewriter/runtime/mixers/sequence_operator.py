@@ -79,7 +79,7 @@ class _Pieces:
         self.tokens = {names.index(name): dimension for name, dimension in tokens.items()}
 
     def tensors(self, given: Sequence[Any]) -> dict[int, Tensor]:
-        """What has a gradient, by its place among the arguments."""
+        """The tensors that have a gradient, by their places among the arguments."""
         return {i: x for i, x in enumerate(given) if isinstance(x, Tensor) and i != self.state}
 
     def forward(self, *given: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""How mixers read a context: the state that a call begins from and leaves behind, and which tokens are padding."""
+"""A mixer's reading of a context: the state that a call begins from and leaves behind, and which tokens are padding."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HIDDEN, RESIDUAL = "hidden_states", "residual"
 
 
 class Given(Enum):
-    """What a child is given beside what it reads and inputs of the layer."""
+    """An argument of a child that is neither what it reads nor an input of the layer."""
 
     MEMORY = "memory"  # as large as what it reads, into which it writes its output
     NOTHING = "nothing"  # in place of a tensor that it hands on and does not use
@@ -82,11 +82,11 @@ class LayerForm:
         return len({b.after for b in self.branches}) == 1 and all(isinstance(a, float) for a in self.branches[0].after)
 
     def stream_of(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
-        """What stands for the stream in the arguments of the layer: two values, or one and None."""
+        """The stream in the arguments of the layer: two values, or one and None."""
         return given[HIDDEN], given.get(RESIDUAL) if self.paired else None
 
     def alone(self, stream: Any) -> Any:
-        """What the layer returns where its stream is one value."""
+        """The layer's results where its stream is one value."""
         return (stream, None) if self.spare else stream
 
     def with_factors(self, factors: Sequence[float]) -> LayerForm:

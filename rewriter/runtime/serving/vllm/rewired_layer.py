@@ -82,7 +82,7 @@ class RewiredLayer(nn.Module):
         return plus(first, tuple(others))
 
     def of_child(self, call: ChildCall, read: Tensor, given: dict[str, Any]) -> Tensor:
-        """What one child adds to the block's output."""
+        """The part of the block's output that one child adds."""
         for factor in call.entry:
             read = read.clone() if factor is None else read * factor
         memory = torch.empty_like(read) if call.writes else None
