@@ -25,25 +25,21 @@ from transformers import LlamaConfig
 from benchmarks.gpu.decode_step import eagerly
 from benchmarks.gpu.emulated import RANKS, job
 from benchmarks.gpu.report import Row, Scale, Table, read_rate
+from rewriter import api
 from rewriter.emit.module import emit_runtime_module
-from rewriter.fabric import DelayModel, Device, Fabric, Link
-from rewriter.fabric.alpha_beta import nccl
-from rewriter.fabric.fabric import TableChoice
+from rewriter.fabric import DelayModel, load_fabric
 from rewriter.ir import Program
-from rewriter.passes import available
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
 from rewriter.runtime.loading import build
 from rewriter.tracing import trace
 
-# those of the recipes tensor-parallel, ladder and upper-bound, whose files need pydantic
-_SPLIT, _OVERLAP = (("tensor_parallel", {}), ("merge_reductions", {})), ("overlap", {})
-_FUSE, _LADDER = ("fuse_projections", {}), ("ladder", {})
-PASSES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
-    "standard": (*_SPLIT, _FUSE, _OVERLAP),
-    "ladder": (*_SPLIT, _LADDER, _FUSE, _OVERLAP),
-    "bound": (*_SPLIT, _FUSE, ("no_communication", {})),
-    "ladder, two branches": (*_SPLIT, _LADDER, _FUSE, ("overlap", {"branches": 2})),
+# the package's recipes, and what is set in them
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "standard": ("tensor-parallel", {}),
+    "ladder": ("ladder", {}),
+    "bound": ("upper-bound", {}),
+    "ladder, two branches": ("ladder", {"overlap.branches": 2}),
 }
 LADDERS = ("ladder", "ladder, two branches")
 PREFETCH = "standard, next weights into L2"
@@ -108,7 +104,7 @@ def decoding(scale: Scale) -> None:
     with tempfile.TemporaryDirectory() as scratch, job(delays()):
         bench = Bench(scale, size, programs(size), rate, Path(scratch), {})
         for step in ("captured", "captured, compiled"):
-            for recipe in PASSES:
+            for recipe in RECIPES:
                 recipe_rows(bench, table, recipe, step)
         for ladder in LADDERS:
             for step in ("eager", "captured", "captured, compiled"):
@@ -131,25 +127,18 @@ def config(size: Size) -> LlamaConfig:
 
 def programs(size: Size) -> dict[str, Program]:
     """By recipe, on RANKS ranks; from a configuration, without weights."""
-    traced = trace(config(size)).with_(mesh={"tp": RANKS})
-    return {recipe: applied(traced, names) for recipe, names in PASSES.items()}
+    traced = trace(config(size))
+    return {recipe: rewritten(traced, recipe) for recipe in RECIPES}
 
 
-def applied(program: Program, steps: tuple[tuple[str, dict[str, Any]], ...]) -> Program:
-    for name, options in steps:
-        program = available()[name](**options).apply(program)
-    return program
+def rewritten(traced: Program, recipe: str) -> Program:
+    name, options = RECIPES[recipe]
+    return api.rewrite(traced, name, tp=RANKS, set=options)
 
 
 def delays() -> DelayModel:
-    """NCCL's on 8 H100 from CUDA graphs, as the fabric h100-nvlink has them: its file needs pydantic."""
-    table = TableChoice("h100_sxm", "nccl", "2.29.2")
-    device = Device("H100", flops=740e12, memory=80_000_000_000, call=10e-6)
-    link = Link(3.4e-6, 351e9)
-    fabric = Fabric(
-        "H100", device, RANKS, link, model="measured", protocols=nccl("nvlink"), tables=(table,), blocks={"nccl": 24}
-    )
-    return fabric.delay_model("nccl", graphed=True)
+    """NCCL's on 8 H100 with NVLink, from CUDA graphs."""
+    return load_fabric("h100-nvlink").delay_model("nccl", graphed=True)
 
 
 def recipe_rows(bench: Bench, table: Table, recipe: str, step: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import os
 import shutil
 import subprocess
@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.gpu.report import Row, Scale, copy_rate, read_rate
 
-NEEDED = ("torch", "triton", "transformers", "safetensors", "numpy", "yaml")
-SPARED = ("pydantic", "rich", "typer")  # the command line's: sections need none of them
+NEEDED = ("torch", "triton", "transformers", "safetensors", "numpy", "yaml", "pydantic")
 # sums over NVLink that torch has beside NCCL's; see the symm_mem page of torch's documentation
 SYMMETRIC = (
     "one_shot_all_reduce",
@@ -42,9 +41,6 @@ def environment(scale: Scale) -> None:
     table = scale.table("Environment", ("what", "found", "result"))
     for name in NEEDED:
         table.attempt(name, functools.partial(installed, name))
-    table.add(
-        "not needed", ", ".join(name for name in SPARED if importlib.util.find_spec(name)) or "none of them there"
-    )
     table.attempt("C compiler", compiler)
     table.add("CPU cores", len(os.sched_getaffinity(0)))
     table.attempt("libraries", functools.partial(libraries, scale))

@@ -1,5 +1,6 @@
-"""Sections decode-layers and prefill-layers of `run.py`: few layers of Llama 3 70B on one rank of eight, whose peers
-are emulated: how much of its sums each recipe hides, at two batches of generated tokens and in a prompt.
+"""Sections decode-layers, hybrid-layers and prefill-layers of `run.py`: few layers of Llama 3 70B, or of Qwen3.5 27B,
+on one rank of eight, whose peers are emulated: how much of its sums each recipe hides, at two batches of generated
+tokens and in a prompt.
 
 Beside standard, which waits for each sum, ladder, and bound (no sums): ladder in two branches, its MLP beside its
 attention; and `PREFETCH`: standard, exact, while each sum travels the next weights are read into the L2 cache.
@@ -10,26 +11,27 @@ from __future__ import annotations
 import functools
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, Qwen3_5TextConfig
 
 from benchmarks.gpu.decode import (
     COLUMNS,
     LADDERS,
-    PASSES,
     PREFETCH,
     Bench,
     Size,
-    applied,
     config,
     decode_row,
     delays,
     hidden,
     model_of,
+    rewritten,
 )
 from benchmarks.gpu.emulated import RANKS, Constant, job
 from benchmarks.gpu.report import Row, Scale, Table, read_rate
@@ -51,33 +53,61 @@ LINK = 25e9  # bytes per second and direction of a PCIe 4.0 link of 16 lanes, ab
 
 
 def size(scale: Scale) -> Size:
-    return scale.pick(replace(Size(), layers=LAYERS), Size(64, 128, 16, 8, 3, 64))
+    return scale.pick(replace(Size(), layers=LAYERS), Size(64, 128, 16, 8, 4, 64))
 
 
-def programs(scale: Scale) -> dict[str, Any]:
-    traced = trace(config(size(scale))).with_(mesh={"tp": RANKS})
-    found = {recipe: applied(traced, PASSES[recipe]) for recipe in (*RECIPES, TWO_BRANCHES)}
+def hybrid(size: Size) -> Qwen3_5TextConfig:
+    """Qwen3.5 27B's sizes but for layers and vocabulary: three gated delta nets to one layer of attention."""
+    small = size.hidden < 5120
+    return Qwen3_5TextConfig(
+        hidden_size=64 if small else 5120,
+        intermediate_size=128 if small else 17408,
+        num_hidden_layers=size.layers,
+        num_attention_heads=8 if small else 24,
+        num_key_value_heads=4,
+        head_dim=16 if small else 256,
+        linear_num_key_heads=8 if small else 16,
+        linear_num_value_heads=16 if small else 48,
+        linear_key_head_dim=8 if small else 128,
+        linear_value_head_dim=8 if small else 128,
+        vocab_size=size.vocabulary,
+        dtype="bfloat16",
+    )
+
+
+def programs(scale: Scale, of: Callable[[Size], PreTrainedConfig] = config) -> dict[str, Any]:
+    traced = trace(of(size(scale)))
+    found = {recipe: rewritten(traced, recipe) for recipe in (*RECIPES, TWO_BRANCHES)}
     return found | {PREFETCH: found["standard"]}
 
 
 def decoding(scale: Scale) -> None:
-    rate, made = read_rate(scale), programs(scale)
+    decode_rows(scale, "Llama 3 70B", programs(scale), (TWO_BRANCHES, PREFETCH))
+
+
+def decoding_hybrid(scale: Scale) -> None:
+    decode_rows(scale, "Qwen3.5 27B", programs(scale, hybrid), ())
+
+
+def decode_rows(scale: Scale, name: str, made: dict[str, Any], more: tuple[str, ...]) -> None:
+    """Rows of RECIPES, and of `more` where steps are captured."""
+    rate = read_rate(scale)
     with tempfile.TemporaryDirectory() as scratch, job(delays()):
         benches = {
             batch: Bench(scale, size(scale), made, rate, Path(scratch), {}, batch=batch, timed_together=STEPS)
             for batch in scale.pick(BATCHES, (1, 2))
         }
         table = scale.table(
-            f"Decode steps, rank 0 of {RANKS}, peers emulated, {size(scale).layers} layers of Llama 3 70B, bf16, "
+            f"Decode steps, rank 0 of {RANKS}, peers emulated, {size(scale).layers} layers of {name}, bf16, "
             f"{benches[1].past} tokens in the cache; reading moves {rate / 1e9:.0f} GB/s",
             COLUMNS,
         )
         models: dict[str, nn.Module] = {}
         for how in HOW:
-            for recipe in RECIPES if how == "eager" else (*RECIPES, TWO_BRANCHES, PREFETCH):
+            for recipe in RECIPES if how == "eager" else (*RECIPES, *more):
                 step_rows(table, benches, models, recipe, how)
             for batch, bench in benches.items():
-                for recipe in (*LADDERS, PREFETCH) if how != "eager" else ():
+                for recipe in ("ladder", *more) if how != "eager" else ():
                     row = functools.partial(hidden, bench.seconds, recipe, how)
                     table.attempt(f"{recipe}, {how}, batch {batch}", lambda row=row: ((row(), *"–" * 5), ""))
 

@@ -13,13 +13,14 @@ against its specification), decode-step (captured in a CUDA graph beside eager),
 rank of 8 whose peers are emulated: what ladder hides, and what fetching the next weights does), prefill-layers (the
 same of a prompt), rates-by-size (quantized messages of 8 to 256 MiB), serving (the vLLM plugin's operators in a graph).
 
-The others: emulated (collectives of one rank whose peers are emulated), decode-attention and gemv (what a decode step
-of a 70B model is made of), runtime (distributed attention on NCCL, an emitted model), merge (the Triton kernel), tiles
-(attention of a tile, against fp64 and beside the library's), ranks (one on each GPU with NCCL; a single GPU is shared
-by four, and messages go through the CPU), decode (16 layers, compiled segments and two branches too), quantize (kernels
-of quantized messages in every format), rates (what these move in a second), split (what tiles of uneven grids cost),
-rates-compiled (torch.compile beside rates), healing (a real model, in pieces: see gpu_healing.py; only where --only
-names it).
+The others: mixers and mixer-steps (recurrent mixers, their kernels, and decode steps of models of them), hybrid-layers
+(decode-layers of a model of gated delta nets), emulated (collectives of one rank whose peers are emulated),
+decode-attention and gemv (what a decode step of a 70B model is made of), runtime (distributed attention on NCCL, an
+emitted model), merge (the Triton kernel), tiles (attention of a tile, against fp64 and beside the library's), ranks
+(one on each GPU with NCCL; a single GPU is shared by four, and messages go through the CPU), decode (16 layers,
+compiled segments and two branches too), quantize (kernels of quantized messages in every format), rates (what these
+move in a second), split (what tiles of uneven grids cost), rates-compiled (torch.compile beside rates), healing (a real
+model, in pieces: see gpu_healing.py; only where --only names it).
 
 Exits with 1 if a row failed, with 2 where there is no CUDA device.
 """
@@ -58,6 +59,9 @@ FIRST = {  # together 400 s
     "serving": Section("benchmarks.gpu.serving:serving", 50),
 }
 REST = {
+    "mixers": Section("benchmarks.gpu.mixers:mixing", 260),
+    "mixer-steps": Section("benchmarks.gpu.mixers:stepping", 200),
+    "hybrid-layers": Section("benchmarks.gpu.layers:decoding_hybrid", 200),
     "emulated": Section("benchmarks.gpu.emulated:emulated", 120),
     "decode-attention": Section("benchmarks.gpu.attention:attending", 120),
     "gemv": Section("benchmarks.gpu.gemv:products", 240),

@@ -123,8 +123,11 @@ def from_tiles(q: Tensor, k: Tensor, v: Tensor, do: Tensor, case: Case, scale: f
     return [x[:, :, :length].to(q.dtype) for x in (o, into.dq, into.dk, into.dv)]
 
 
-def factors(found: list[Tensor], beside: list[Tensor], exact: list[Tensor]) -> tuple[tuple[str, ...], str]:
-    """(greatest error of each tensor, worst factor of greatest and of typical errors), what is wrong."""
+def factors(
+    found: list[Tensor], beside: list[Tensor], exact: list[Tensor], most: tuple[float, float] = (GREATEST, TYPICAL)
+) -> tuple[tuple[str, ...], str]:
+    """(greatest error of each tensor, worst factor of greatest and of typical errors), what is wrong: a factor above
+    those of `most`."""
     errors = [(a.double() - b).abs() for a, b in zip(found, exact, strict=True)]
     others = [(a.double() - b).abs() for a, b in zip(beside, exact, strict=True)]
     if not all(bool(x.isfinite().all()) for x in found):
@@ -133,7 +136,7 @@ def factors(found: list[Tensor], beside: list[Tensor], exact: list[Tensor]) -> t
     typical = max(
         float(a.square().mean().sqrt() / b.square().mean().sqrt()) for a, b in zip(errors, others, strict=True)
     )
-    wrong = "" if greatest <= GREATEST and typical <= TYPICAL else f"above {GREATEST} or {TYPICAL}"
+    wrong = "" if greatest <= most[0] and typical <= most[1] else f"above {most[0]} or {most[1]}"
     return (" ".join(f"{float(e.max()):.1e}" for e in errors), f"{greatest:.2f}", f"{typical:.2f}"), wrong
 
 

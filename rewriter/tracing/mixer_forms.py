@@ -2,6 +2,7 @@
 
 - `x[..., -S:]` and `x[..., :S]` of S tokens are x.
 - `W @ xᵀ`, with a parameter on the left, is `(x Wᵀ)ᵀ`.
+- Key heads or groups that a model repeats for its heads are read as they are: a recurrence's head h has h // (H / G).
 - Heads folded into tokens, `norm(x.reshape(-1, E))` of x [B, S, H, E], stay a dimension of their own: B · S · H is one
   dynamic size, in which no head can be told from a token.
 """
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree  # the stable subset: tree_map
 
-from rewriter.ir import args_of, placeholders
+from rewriter.ir import args_of, ops, placeholders
 from rewriter.ir.labels import dynamic
 from rewriter.ir.op_semantics import argument, aten, dims_of, is_pointwise, kind_of
 from rewriter.tracing.functionalize import computed
@@ -23,7 +24,7 @@ from rewriter.tracing.interception import Recorded
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Rewrite slices of all tokens, and products with a parameter on the left, in place."""
+    """Rewrite slices of all tokens, products with a parameter on the left, and repeated groups, in place."""
     for node in list(graph.nodes):
         new = None
         if node.target is aten.slice.Tensor and _keeps_all(node):
@@ -36,6 +37,22 @@ def simplify(graph: fx.Graph) -> None:
         if new is not None:
             node.replace_all_uses_with(new)
             graph.erase_node(node)
+        elif node.target in _GROUPS:
+            _once(node, _GROUPS[node.target])
+
+
+# places, among the inputs of recurrences, of the two that have a key head or group for several heads
+_GROUPS = {ops.delta_rule: (0, 1), ops.state_space: (3, 4)}
+
+
+def _once(node: fx.Node, places: tuple[int, ...]) -> None:
+    """Let a recurrence read key heads or groups [B, S, G, D] before both were repeated for its heads."""
+    repeated = [args_of(node)[place] for place in places]
+    if all(n.target is aten.repeat_interleave.self_int for n in repeated):
+        times = {(argument(n, "repeats"), argument(n, "dim") % 4) for n in repeated if argument(n, "dim") is not None}
+        if len(times) == 1 and times.pop()[1] == 2:
+            for place, n in zip(places, repeated, strict=True):
+                node.update_arg(place, args_of(n)[0])
 
 
 def _keeps_all(node: fx.Node) -> bool:

@@ -86,6 +86,9 @@ FIRST = {
     "serving": 6,
 }  # rows of a dry run
 REST = {
+    "mixers": 18,
+    "mixer-steps": 9,
+    "hybrid-layers": 22,
     "emulated": 7,
     "decode-attention": 17,
     "gemv": 10,

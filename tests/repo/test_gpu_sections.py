@@ -19,9 +19,7 @@ from repository import ROOT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg
 
-import rewriter as rw
 from rewriter.emit.module import emit_runtime_module
-from rewriter.fabric import Call, load_fabric
 from rewriter.runtime.loading import build
 from rewriter.runtime.streams import why_not_captured
 
@@ -127,38 +125,6 @@ def test_what_does_not_fit_into_the_time_is_not_begun(tmp_path: Path) -> None:
     ran = script(tmp_path, "--within", "10", "--only", "runs", "hangs")
     assert ran.returncode == 1, ran.stderr
     assert ran.stdout.count("not begun: the 10 s are over") == 2
-
-
-@pytest.mark.slow
-def test_sections_need_nothing_of_the_command_line() -> None:
-    """The machine with the GPU has torch, transformers and PyYAML, no pydantic."""
-    program = """
-import importlib.machinery, sys
-
-class Without(importlib.machinery.PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        hidden = name.partition(".")[0] in ("pydantic", "rich", "typer")
-        return None if hidden else super().find_spec(name, path, target)
-
-sys.meta_path[:] = [Without if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
-import torch
-from benchmarks.gpu import decode as gpu_decode, run as gpu, runtime as gpu_runtime
-from benchmarks.gpu.report import Scale
-for section in gpu.SECTIONS.values():
-    module, _, function = section.function.partition(":")
-    getattr(importlib.import_module(module), function)
-with gpu_decode.job(gpu_decode.delays()):
-    gpu_decode.programs(gpu_decode.Size(64, 128, 16, 8, 3, 64))
-    gpu_runtime.models(Scale(torch.device("cpu"), True), torch.float32)
-for name in ("pydantic", "rich", "typer"):
-    assert name not in sys.modules
-print("all")
-"""
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=280)
-    assert ran.stdout == "all\n", ran.stderr
 
 
 class Clock:
@@ -292,20 +258,6 @@ def test_a_decode_step_with_other_tokens_fails(bench: Any) -> None:
     assert "from ladder's" in gpu_decode.decode_row(bench, branches, "ladder, two branches", "eager")[1]
     with pytest.raises(ValueError, match="no time of standard, bound"):
         gpu_decode.gain_row(bench, "ladder", "captured")
-
-
-def test_recipes_and_delays_are_the_packages_own(bench: Any) -> None:
-    """gpu_decode has both without the files, which need pydantic."""
-    from benchmarks.gpu import decode as gpu_decode
-
-    config = gpu_decode.config(bench.size)
-    for ours, theirs in {"standard": "tensor-parallel", "ladder": "ladder", "bound": "upper-bound"}.items():
-        expected = rw.rewrite(rw.trace(config), theirs, tp=gpu_decode.RANKS)
-        assert emit_runtime_module(bench.programs[ours]) == emit_runtime_module(expected)
-    model = load_fabric("h100-nvlink").delay_model("nccl", graphed=True)
-    for kind, nbytes in (("all_reduce", 16384), ("all_gather", 16384), ("broadcast", 16), ("all_reduce", 1 << 24)):
-        call = Call(kind, nbytes, range(8), "bfloat16")
-        assert gpu_decode.delays().delay(call) == model.delay(call)
 
 
 @pytest.mark.slow

@@ -139,6 +139,10 @@ def split_inner(outer: PlacementState, body: Body, call: fx.Node) -> PlacementSt
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
+# expansions that name no sizes, so that they expand a whole value to all of it
+_UNSIZED = (aten.repeat_interleave.self_int, aten.repeat.default)
+
+
 def place_function(state: PlacementState, node: fx.Node) -> None:
     """An operator that is no product with a parameter."""
     inputs = tensor_inputs(node)
@@ -156,6 +160,8 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
         _take_own(state, node)
     elif is_movement(node):
         if node in state.sharded:  # a value of every rank beside a rank's own ones, or repeated for its heads
+            if node.target in _UNSIZED and not state.sharded.keys() & set(inputs):
+                raise Unsplittable(f"{name_of(node)} repeats heads or channels that each rank has all of")
             state.copy_to_group(node, *(n for n in inputs if n not in state.sharded and is_tensor(n)))
         localize(node, state.sharded)
     elif is_sum(node):

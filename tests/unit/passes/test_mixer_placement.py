@@ -10,13 +10,17 @@ import pytest
 import torch
 from oracles import relative_error
 from programs import tensor_parallel
+from transformers import PreTrainedConfig
 
 from rewriter.check.coverage.check import shared_parameters
+from rewriter.check.coverage.configs import small_config
 from rewriter.common.errors import RewriterError
+from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Program, nodes_inside, ops
 from rewriter.ir.simulate import simulate
 from rewriter.ir.states import state_of
 from rewriter.passes.placement.rank_memory import memory
+from rewriter.tracing import mixer_forms, mixer_functions, trace
 
 
 @torch.no_grad()
@@ -94,6 +98,38 @@ def test_states_are_a_rank_s_own() -> None:
         assert recurrence.shape == (heads, size, whole.source.config["ssm_state_size"])
         assert (convolution.shape[1], convolution.fp32, recurrence.fp32) == (3, False, True)
     assert memory(sharded).states_per_row * 2 == memory(whole).states_per_row > 0
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> PreTrainedConfig:
+    """A config whose model repeats its key heads for the value heads before the delta rule, as transformers 5.17's."""
+    hybrids.traced("qwen3_5_text")  # which is kept, of the model as it is
+    known = mixer_functions._LIFTED["torch_chunk_gated_delta_rule"]
+
+    def repeating(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        query, key = (x.repeat_interleave(value.shape[2] // x.shape[2], 2) for x in (query, key))
+        return known(query, key, value, *rest, **options)
+
+    monkeypatch.setitem(mixer_functions._LIFTED, "torch_chunk_gated_delta_rule", repeating)
+    config = small_config("qwen3_5_text")
+    assert config.linear_num_value_heads > config.linear_num_key_heads
+    return config
+
+
+@pytest.mark.tracer
+def test_key_heads_that_a_model_repeats_are_read_as_they_are(repeated: PreTrainedConfig) -> None:
+    found, expected = (emit_runtime_module(p) for p in (trace(repeated), hybrids.traced("qwen3_5_text")))
+    assert found == expected
+
+
+@pytest.mark.tracer
+def test_repeated_heads_of_a_whole_value_are_not_taken_for_a_rank_s_own(
+    repeated: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixer_forms, "_GROUPS", {})
+    sharded = tensor_parallel(trace(repeated), 2)
+    assert any("repeats heads or channels that each rank has all of" in note for note in sharded.history[-1].notes)
+    assert error(sharded, "qwen3_5_text") <= 1e-4
 
 
 def test_groups_that_do_not_come_out_even_are_replicated_and_named() -> None:
