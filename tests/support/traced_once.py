@@ -7,6 +7,8 @@ from collections.abc import Hashable, Iterator
 from types import FunctionType
 from typing import Any
 
+import torch
+
 _known: dict[Hashable, Any] = {}
 _anew: Any = None
 
@@ -30,8 +32,13 @@ def everything_that_counts(skeleton: Any) -> Hashable:
         tuple(type(module) for module in modules),
         tuple(code(dict.fromkeys(models))),
         tuple(x for module in tracer for x in code(vars(module).values())),
-        tuple((name, str(x.dtype), x.numpy(force=True).tobytes()) for name, x in skeleton.buffers.items()),
+        tuple((name, str(x.dtype), content(x)) for name, x in skeleton.buffers.items()),
     )
+
+
+def content(x: torch.Tensor) -> bytes:
+    """Of any dtype: numpy has no bf16."""
+    return x.detach().reshape(-1).view(torch.uint8).numpy(force=True).tobytes()
 
 
 def install(wanted: bool) -> None:
