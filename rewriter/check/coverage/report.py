@@ -23,7 +23,7 @@ MAIN_JOB = {"main_job": "tensor-parallel", "main_job_ladder": "ladder"}
 # What it consists of, in the order in which it is checked.
 PARTS = ("builds", "traces", "ladder", "tp2", "tp4", "desync", "emitted")
 CHECKS = (*MAIN_JOB, *PARTS)  # a reason is named after its check
-TITLES = {"main_job": "main job", "main_job_ladder": "main job, ladder"} | {name: name for name in PARTS}
+TITLES = {"main_job": "main job", "main_job_ladder": "main job, ladder"} | {name: name for name in (*PARTS, "pixels")}
 
 
 @dataclass
@@ -64,12 +64,9 @@ class Coverage:
     def reason(self) -> str | None:
         """Every distinct reason with the checks that it stopped; None when all checks hold."""
         by_text: dict[str, list[str]] = {}
-        for check in CHECKS:
-            if check in self.reasons:
-                by_text.setdefault(self.reasons[check], []).append(check)
-        return (
-            "; ".join(f"{', '.join(map(TITLES.__getitem__, names))}: {text}" for text, names in by_text.items()) or None
-        )
+        for check in sorted(self.reasons, key=list(TITLES).index):
+            by_text.setdefault(self.reasons[check], []).append(TITLES[check])
+        return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items()) or None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -259,6 +259,17 @@ def test_the_pages_have_totals_reasons_and_variants() -> None:
     assert list(coverage_pages.SAYS) == list(CHECKS)
 
 
+def test_the_page_of_image_types_has_totals_and_reasons() -> None:
+    checks = dict.fromkeys(images.CHECKS, True)
+    good = images.ImageCoverage("good", **checks)
+    other = images.ImageCoverage("other", **{**checks, "pixels": False}, reasons={"pixels": "no picture"})
+    (page,) = coverage_pages.image_pages([good, other]).values()
+    assert "**1 of 2 types pass every check.** Wrong: none." in page
+    assert "| **2** | 2 | 2 | 2 | 2 | 2 | 1 |" in page
+    assert "| other | yes | yes | yes | yes | yes | – |" in page
+    assert "- **other**: pixels: no picture" in page
+
+
 # Image-text types
 
 
