@@ -27,11 +27,10 @@ UPPER = (2, 3)  # the layers that ladder-upper-half rewires
 
 
 @functools.cache
-def converted(family: str, dtype: torch.dtype) -> tuple[Path, Path]:
-    """(the source, the upper half of its layers rewired)."""
-    place = adapted.root() / f"images-{family}-{str(dtype).removeprefix('torch.')}"
-    source, out = place / "source", place / "out"
-    image_models.save(family, source, dtype)
+def converted(family: str) -> tuple[Path, Path]:
+    """(the source, in bf16; the upper half of its layers rewired)."""
+    source, out = (adapted.root() / f"images-{family}" / name for name in ("source", "out"))
+    image_models.save(family, source, torch.bfloat16)
     assert main([str(source), "--recipe", "ladder-upper-half", "--tp", "2", "--out", str(out)]) == 0
     return source, out
 
@@ -67,7 +66,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @pytest.mark.fast("qwen3_5-fp32", "gemma3-bf16")
 def test_a_picture_gives_what_hooks_on_the_source_give(family: str, dtype: str) -> None:
     kind = DTYPES[dtype]
-    place, target = converted(family, kind)
+    place, target = converted(family)
     source, out = image_models.load(place, kind), image_models.load(target, kind)
     assert type(source).__name__ == json.loads((place / "config.json").read_text())["architectures"][0]
     given = image_models.inputs(family, dtype=kind)
@@ -83,7 +82,7 @@ def test_a_picture_gives_what_hooks_on_the_source_give(family: str, dtype: str) 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 @pytest.mark.fast("qwen3_5")
 def test_text_alone_and_embeddings_and_generated_text(family: str) -> None:
-    place, target = converted(family, torch.float32)
+    place, target = converted(family)
     source, out = image_models.load(place), image_models.load(target)
     ids = torch.tensor([[1, 40, 41, 42, 43, 44, 45], [1, 60, 61, 62, 63, 64, 65]])
     expected, actual = hooks_and_output(source, out, {"input_ids": ids})
@@ -104,7 +103,7 @@ def test_text_alone_and_embeddings_and_generated_text(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 @pytest.mark.fast("gemma3")
 def test_towers_and_processors_are_copied_byte_for_byte(family: str) -> None:
-    place, target = converted(family, torch.bfloat16)
+    place, target = converted(family)
     before, after = hashes(place), hashes(target)
     assert before == after
     assert len(of_towers(before)) > 20
@@ -120,7 +119,7 @@ def test_towers_and_processors_are_copied_byte_for_byte(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 @pytest.mark.fast("qwen3_5")
 def test_adapting_by_text_leaves_the_tower_alone(family: str, tmp_path: Path) -> None:
-    place, target = converted(family, torch.bfloat16)
+    place, target = converted(family)
     words = ["adapt", str(target), "--out", str(tmp_path / "out"), "--verify", "none", "--length", "32", "--no-packing"]
     words += ["--data", str(adapted.text_file()), "--eval", str(adapted.text_file(20, 1)), "--method", "sft"]
     settings = (
@@ -145,7 +144,7 @@ def test_adapting_by_text_leaves_the_tower_alone(family: str, tmp_path: Path) ->
 
 def test_a_tower_that_is_rewired_instead_of_the_text_shows(tmp_path: Path) -> None:
     """The tower is as deep as the text. The generated file refuses its layers, and hooks tell them else."""
-    place, target = converted("gemma3", torch.float32)
+    place, target = converted("gemma3")
     faulty = tmp_path / "faulty"
     shutil.copytree(target, faulty)
     [code] = faulty.glob("modeling_*.py")
@@ -188,7 +187,7 @@ def test_features_of_images_between_layers(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_of_the_class_that_it_names(tmp_path: Path) -> None:
-    source = image_models.save("qwen3_5", tmp_path / "images")
+    source, _ = converted("qwen3_5")
     assert trace(source).source.architecture == "Qwen3_5ForConditionalGeneration"
     text = AutoModelForCausalLM.from_pretrained(source)
     text.save_pretrained(tmp_path / "text")
@@ -207,7 +206,7 @@ def test_a_model_that_needs_an_image_in_every_call_is_refused() -> None:
 
 def test_verify_takes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An output whose text is right and that is no longer right where a picture stands is found by --images alone."""
-    _, target = converted("gemma3", torch.float32)
+    _, target = converted("gemma3")
     assert main(["verify", str(target), "--images"]) == 0
     assert "with a picture" in capsys.readouterr().out
     shutil.copytree(target, tmp_path / "out")

@@ -55,10 +55,12 @@ def traced(name: str) -> Program:
 
 
 def weights(name: str) -> dict[str, torch.Tensor]:
+    return weights_of(model(name))
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Parameters and stored buffers by name, detached."""
-    return {
-        n: p.detach() for n, p in {**dict(model(name).named_buffers()), **dict(model(name).named_parameters())}.items()
-    }
+    return {n: p.detach() for n, p in {**dict(model.named_buffers()), **dict(model.named_parameters())}.items()}
 
 
 def prompts(vocabulary: int) -> list[list[int]]:

@@ -3,6 +3,7 @@ full sequence; and graphs of mixers that do not depend on how long a sequence is
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
@@ -36,16 +37,18 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-@torch.no_grad()
 def expected(prompts, count=COUNT, of_each=2):
     """Each prompt alone, every token by its whole sequence from zeros."""
-    model, rows = runtime_mixers.build(of_each=of_each), []
-    for prompt in prompts:
-        row = list(prompt)
-        for _ in range(count):
-            row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
-        rows.append(row[len(prompt) :])
-    return rows
+    return [list(alone(tuple(prompt), of_each, count)) for prompt in prompts]
+
+
+@functools.cache
+@torch.no_grad()
+def alone(prompt, of_each, count):
+    model, row = runtime_mixers.build(of_each=of_each), list(prompt)
+    for _ in range(count):
+        row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
+    return row[len(prompt) :]
 
 
 def test_padded_prompts_in_pieces_generate_what_they_do_alone():
