@@ -16,6 +16,7 @@ from programs import tensor_parallel
 from torch import fx, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from rewriter.check.coverage.configs import small_config
 from rewriter.common.errors import RewriterError
 from rewriter.emit.module import emit_runtime_module
 from rewriter.ir import Body, ops, walk_modules
@@ -266,6 +267,12 @@ def test_a_bias_is_a_slope_where_every_key_adds_the_same(bias: Any, slopes: list
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_without_a_rule_is_not_taken_for_slopes_of_zero() -> None:
+    config = small_config("gemma3_text", {"use_bidirectional_attention": True})
+    with pytest.raises(RewriterError, match="a mask function could not be evaluated"):
+        trace(config)
 
 
 def test_a_window_too_long_to_show_is_not_taken_for_causal() -> None:
