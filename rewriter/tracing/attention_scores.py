@@ -191,8 +191,10 @@ class Scores:
 
     def _slopes(self, term: Term, heads: int) -> torch.Tensor | None:
         value = self.static.of(term.node)
-        if value is None or value.coarse or self._shown(term.node, partial(_is_hidden, term.factor)) is None:
-            return None  # what it hides, if no rule says that, is no line
+        if value is None or value.coarse:
+            return None
+        if value.masks and self._shown(term.node, partial(_is_hidden, term.factor)) is None:
+            return None  # no rule says what its masks hide: without them, as below, it may be a line
 
         def line(length: int) -> torch.Tensor | None:
             """[H or 1]: what each of `length` keys adds, if all add the same."""
