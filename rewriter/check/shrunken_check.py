@@ -41,7 +41,7 @@ MOST_RANKS = 8
 STEADY = 50.0
 # Strengths of random weights in the order of trying them, and whether the model has to be steady. Recurrent mixers with
 # large weights are chaotic; weights that are too small hide what a block reads.
-_STRENGTHS = ((1.0, True), (0.5, True), (0.25, True), (1.0, False), (2.0, False), (4.0, False))
+STRENGTHS = ((1.0, True), (0.5, True), (0.25, True), (1.0, False), (2.0, False), (4.0, False))
 
 Write = Callable[[Program, Path], None]
 """Writes the output directory of a program, unverified: what the shrunken check loads and compares."""
@@ -178,7 +178,7 @@ def telling_copy(
 ) -> tuple[PreTrainedModel, Program, Program]:
     """(a random model, saved in `directory`, whose reference differs visibly from it; its trace; that rewritten)."""
     difference = 0.0
-    for strength, steady in _STRENGTHS:
+    for strength, steady in STRENGTHS:
         progress("shrunken check: building")
         model = random_model(config, strength, trust_remote_code)
         if steady and amplification(model, config, test_lengths(config)[-1]) > STEADY:
