@@ -31,8 +31,8 @@ def error(program: Program, name: str) -> float:
     return relative_error(simulate(program, ids, weights=hybrids.weights(name)), expected)
 
 
-@pytest.mark.parametrize("name", [*hybrids.TYPES, "minimax", "zamba"])
-@pytest.mark.fast("nemotron_h", "falcon_h1", "minimax", "zamba")
+@pytest.mark.parametrize("name", [*hybrids.TYPES, "minimax", "recurrent_gemma", "zamba"])
+@pytest.mark.fast("nemotron_h", "falcon_h1", "minimax", "recurrent_gemma", "zamba")
 def test_ranks_share_nearly_all_parameters_of_layers(name: str) -> None:
     sharded = tensor_parallel(hybrids.traced(name), 2)
     shared = shared_parameters(sharded, 2)
