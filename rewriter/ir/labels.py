@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rewriter.ir import args_of, ops
-from rewriter.ir.op_semantics import argument, aten, data_of, is_movement, is_pointwise, is_sum, kind_of
+from rewriter.ir.op_semantics import argument, aten, data_of, factors_of, is_movement, is_pointwise, is_sum, kind_of
 
 # what pairs of real and imaginary parts do to labels, which are whole numbers
 _ON_LABELS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -90,6 +90,12 @@ class Labels:
                 for dim in argument(node, "dim"):
                     labels = common(labels, dim)
                 self.set(node, labels)
+        elif kind_of(node) == "product":
+            left, right = factors_of(node)
+            if (labels := self.of.get(right)) is not None and labels.dim() > 2:
+                summed = common(labels, -1).transpose(-1, -2)
+                if labels.dim() - 1 in varying_dims(summed):
+                    self._set_stored(left, summed, -2)
         elif node.target is ops.causal_conv:
             if (labels := self.of.get(args_of(node)[0])) is not None:
                 self.set(node, labels)
@@ -128,17 +134,25 @@ class Labels:
             if bias is not None:
                 self.set(bias, labels.reshape(-1))
         elif kind_of(node) == "product" and labels.dim() > 2:
-            by_batch = labels.flatten(1)[:, 0]  # of one product each: heads with weights of their own
-            for source in tensor_inputs(node):
-                shape = reduced_shape(value_of(source))
-                if source not in self.of and len(shape) == labels.dim() and shape[0] == len(labels) and _stored(source):
-                    self.set(source, by_batch.reshape(-1, *[1] * (len(shape) - 1)).expand(shape))
+            summed = dict(zip(factors_of(node), (-1, -2), strict=True))
+            for source in tensor_inputs(node):  # what is added to the products has no dimension that is summed over
+                if source not in self.of:
+                    self._set_stored(source, labels, summed.get(source))
         elif is_pointwise(node):
             for source in tensor_inputs(node):
                 self.set(source, shrink_to(labels, reduced_shape(value_of(source))))
         elif is_sum(node) and argument(node, "keepdim"):
             source = tensor_inputs(node)[0]
             self.set(source, labels.expand(reduced_shape(value_of(source))))
+
+    def _set_stored(self, source: fx.Node, labels: torch.Tensor, alike: int | None) -> None:
+        """Label an input of a batch of products, if it is a batch of parameters or constants, alike along `alike`."""
+        shape = reduced_shape(value_of(source))
+        if len(shape) == labels.dim() and _stored(source):
+            one = [*shape]
+            if alike is not None:
+                labels, one[alike] = common(labels, alike), 1
+            self.set(source, shrink_to(labels, tuple(one)).expand(shape))
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """Tensors that a movement operator moves; a getitem looks through its chunk or split."""

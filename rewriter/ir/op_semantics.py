@@ -288,6 +288,13 @@ def dims_of(node: fx.Node) -> list[Any]:
     return list(dims) if isinstance(dims, (list, tuple)) else [dims]
 
 
+def factors_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The left and the right factor of a product."""
+    row = operator_of(node)
+    assert row is not None
+    return args_of(node)[row.factors[0]], args_of(node)[row.factors[1]]
+
+
 def data_of(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values flow into a node's result: the others lend a dtype only."""
     row = operator_of(node)

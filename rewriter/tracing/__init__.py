@@ -32,6 +32,7 @@ from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.tracing.written_experts import written_experts
+from rewriter.tracing.written_mixers import written_mixers
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Expression, Tensor
 from rewriter.weights.quantized_tensors import quantized_weights
@@ -116,7 +117,7 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], tuple[tupl
         refused(f"{type(skeleton.model).__name__} cannot be traced", hint),
         rotary_by_length(skeleton.model, skeleton.buffers),
         lifted_interfaces(skeleton.model),
-        replaced_forward(written_experts(skeleton.model)),
+        replaced_forward({**written_experts(skeleton.model), **written_mixers(skeleton.model)}),
         lifted_mixers(skeleton.model),
     ):
         tracer = ModelTracer(skeleton)

@@ -191,14 +191,16 @@ class Recorded:
 
 @contextlib.contextmanager
 def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace `forward` on module instances for the duration of the block."""
+    """Replace `forward` on module instances for the duration of the block. Blocks nest."""
+    before = {module: {k: v for k, v in vars(module).items() if k == "forward"} for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward
     try:
         yield
     finally:
-        for module in forwards:
-            module.__dict__.pop("forward", None)
+        for module, own in before.items():
+            vars(module).pop("forward", None)
+            vars(module).update(own)
 
 
 _library.define(

@@ -22,6 +22,7 @@ from torch import nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir.ops import ACTIVATIONS
 from rewriter.tracing.interception import unknown_keywords
+from rewriter.tracing.written_mixers import computes_lightning_attention
 
 _library = torch.library.Library("rewriter_trace", "FRAGMENT")
 _library.define("causal_conv(Tensor x, Tensor weight, Tensor? bias, str options) -> Tensor")
@@ -233,6 +234,8 @@ def loop_over_tokens(model: nn.Module) -> str | None:
     """The first module of `model` whose forward loops over tokens in Python, and the function that does; None where
     there is none."""
     for path, module in model.named_modules():
+        if computes_lightning_attention(module):
+            return f"{path} (forward)"
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if looping := next((name for name in _LOOPS if code is not None and name in code.co_names), None):
             return f"{path} ({looping})"

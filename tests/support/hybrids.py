@@ -38,6 +38,8 @@ OTHERS = (
     "bailing_hybrid",
     "lfm3",
     "recurrent_gemma",
+    "minimax",
+    "zamba",
 )
 
 

@@ -20,6 +20,7 @@ from rewriter.ir.marks import mark
 from rewriter.ir.op_semantics import (
     argument,
     aten,
+    factors_of,
     function_of,
     is_movement,
     is_pointwise,
@@ -167,17 +168,35 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
     elif is_sum(node):
         reduce_over_ranks(node, state.sharded, state.ranks, state.copies(node))
     elif any(n in state.sharded or n in state.local for n in inputs):
+        if kind_of(node) == "product":
+            _place_batch(state, node, inputs)
+            return
         beside = kind_of(node) == "normalization" and node in state.sharded  # along dimensions that are whole
-        if kind_of(node) == "product" and not _is_one_per_head(state, node, inputs):
-            raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
         if not is_pointwise(node) and not beside and node not in state.local:
             raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
         state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
 
 
-def _is_one_per_head(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> bool:
-    """True for a batch of products of which each rank has its own, factors and results."""
-    return all(n in state.sharded and state.sharded[n][0] == 0 and value_of(n).dim() == 3 for n in (node, *inputs))
+def _place_batch(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
+    """A batch of products: each rank has its own ones, or rows or columns of each, or a part of what they sum over."""
+
+    def split(n: fx.Node) -> tuple[int, Any]:
+        """Dimension, from the end, and ranges; 0 for a value that is whole."""
+        dim, ranges = state.sharded.get(n, (value_of(n).dim(), None))
+        return dim - value_of(n).dim(), ranges
+
+    factors = factors_of(node)
+    own, left, right = map(split, (node, *factors))
+    if own[0] < -2 and all(split(n) == own for n in inputs):
+        return
+    outer = (own[0], left, right[0]) == (-2, own, 0) or (own[0], left[0], right) == (-1, 0, own)
+    inner = (own[0], left[0], right[0]) == (0, -1, -2) and left[1] == right[1] and not state.shared(factors[0])
+    if node.target is aten.linear.default or set(inputs) != set(factors) or not (outer or inner):
+        raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
+    if inner:
+        put_after(node, ops.all_reduce, AXIS).meta["val"] = value_of(node)
+    else:
+        state.copy_to_group(node, *(n for n in factors if n not in state.sharded))
 
 
 def _place_attention(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:

@@ -36,8 +36,8 @@ def error_of(program: Program, model: PreTrainedModel) -> float:
     return relative_error(simulate(program, ids, weights=hybrids.weights_of(model)), expected)
 
 
-@pytest.mark.parametrize("name", hybrids.TYPES)
-@pytest.mark.fast("nemotron_h", "falcon_h1")
+@pytest.mark.parametrize("name", [*hybrids.TYPES, "minimax", "recurrent_gemma", "zamba"])
+@pytest.mark.fast("nemotron_h", "falcon_h1", "minimax", "recurrent_gemma", "zamba")
 def test_ranks_share_nearly_all_parameters_of_layers(name: str) -> None:
     sharded = tensor_parallel(hybrids.traced(name), 2)
     shared = shared_parameters(sharded, 2)
@@ -86,9 +86,11 @@ def exchanged(program: Program, parameter: str) -> Program:
         ("nemotron_h", "model.layers.0.mixer.in_proj.weight"),
         ("nemotron_h", "model.layers.0.mixer.conv1d.weight"),
         ("lfm2_moe", "model.layers.0.conv.in_proj.weight"),
+        ("minimax", "model.layers.1.self_attn.slope_rate"),
+        ("zamba", "model.layers.2.mamba_decoder.mamba.x_proj_weight"),
     ],
 )
-def test_an_exchanged_part_of_a_packed_projection_shows(name: str, parameter: str) -> None:
+def test_an_exchanged_part_of_a_parameter_shows(name: str, parameter: str) -> None:
     sharded = tensor_parallel(hybrids.traced(name), 2)
     assert error(sharded, name) <= 1e-4
     assert error(exchanged(sharded, parameter), name) >= 1e-3
