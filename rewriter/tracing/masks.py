@@ -78,7 +78,8 @@ class _Index(np.ndarray):
     def new_ones(self, shape: Any, dtype: Any = None) -> np.ndarray:
         return np.ones(shape, dtype=bool).view(_Index)
 
-    new_zeros = new_ones
+    def new_zeros(self, shape: Any, dtype: Any = None) -> np.ndarray:
+        return np.zeros(shape, dtype=bool).view(_Index)
 
     def to(self, *args: Any, **kwargs: Any) -> _Index:
         return self

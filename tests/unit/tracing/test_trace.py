@@ -15,7 +15,13 @@ import zoo
 from oracles import relative_error
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    and_masks,
+    causal_mask_function,
+    or_masks,
+    sliding_window_overlay,
+)
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Opaque, walk_modules
@@ -126,6 +132,12 @@ def test_masks_are_found_from_their_function(spec: MaskSpec) -> None:
         return seen & (kv // spec.size == q // spec.size) if spec.kind == "chunk" else seen
 
     assert find_mask_spec(visible) == spec
+
+
+def test_masks_that_transformers_joins_are_found() -> None:
+    causal, window = causal_mask_function, sliding_window_overlay(9)
+    assert find_mask_spec(and_masks(causal, window)) == MaskSpec("window", 9)
+    assert find_mask_spec(or_masks(and_masks(causal, window), causal)) == MaskSpec("causal")
 
 
 @pytest.mark.parametrize(
