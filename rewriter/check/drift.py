@@ -12,10 +12,11 @@ import torch
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
-from rewriter.common.text_settings import check_tokens, context_length, vocabulary_size
+from rewriter.common.text_settings import check_tokens, vocabulary_size
 from rewriter.common.text_windows import begins_texts, text_windows
 from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import Program
+from rewriter.ir.absolute_positions import most_tokens
 from rewriter.ir.phases import prompt_phase
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.output.manifest import Drift
@@ -119,7 +120,7 @@ def read_in(original: Program, rewritten: Program, tokens: torch.Tensor) -> list
     """
     if prompt_phase(rewritten) is None:
         return [(window, 0) for window in windows(original, tokens)]
-    length = min(WINDOW * 5 // 4, context_length(original.source.config), len(tokens))
+    length = min(WINDOW * 5 // 4, most_tokens(original), len(tokens))
     prompt = length * 4 // 5
     return [(window, prompt) for window in windows(original, tokens, length) if len(window) > prompt]
 
@@ -129,8 +130,8 @@ def windows(program: Program, tokens: torch.Tensor, length: int = WINDOW) -> lis
 
     Where the first token begins every text of the model, it begins each window.
     """
-    config = program.source.config
-    return text_windows(tokens, min(length, context_length(config)), begins=begins_texts(tokens, config))
+    begins = begins_texts(tokens, program.source.config)
+    return text_windows(tokens, min(length, most_tokens(program)), begins=begins)
 
 
 def other_weights(
@@ -230,7 +231,7 @@ def golden_tokens(program: Program) -> torch.Tensor:
     """
     vocabulary, phase = vocabulary_of(program), prompt_phase(program)
     count = GOLDEN_TOKENS + (phase.exact_head + phase.exact_tail if phase is not None else 0)
-    steps = torch.arange(1, min(count, context_length(program.source.config)) + 1)
+    steps = torch.arange(1, min(count, most_tokens(program)) + 1)
     return ((steps * 7919 + steps * steps * 104729) % vocabulary)[None]
 
 

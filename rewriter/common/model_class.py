@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -15,15 +17,25 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """AutoModelForCausalLM or AutoModelForImageTextToText: which of them builds the class that `config` names.
 
     A type may have a class in both (Qwen3.5): `architectures` says which of them a checkpoint is of, and loaded as the
-    other one it would lose its vision tower. Where it names neither, the causal language model goes first.
+    other one it would lose its vision tower. Where it names neither, the causal language model goes first. Where it
+    names a class that neither of them finds (`is_found`), the class with the methods of an auto class.
     """
     kind = config.model_type
+    name = (config.architectures or [""])[0]
+    if not is_found(kind, name) and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
+        return type(name, (_BaseAutoModelClass,), {"_model_mapping": {type(config): getattr(transformers, name)}})
     if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return AutoModelForCausalLM
     named = (config.architectures or [None])[0] == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
     return (
         AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not named else AutoModelForImageTextToText
     )
+
+
+def is_found(model_type: str, architecture: str) -> bool:
+    """False for a class of transformers that no auto class finds by the type in its checkpoint's config: saved alone,
+    the language model inside another one (Mllama, Emu3) has a config of its own."""
+    return has_class(model_type) or architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def takes_images(architecture: str) -> bool:

@@ -61,6 +61,7 @@ SMALL = {
 MIXERS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_d_ssm"),
     ("mamba_num_heads", "mamba_head_dim", "expand", "mamba_d_ssm"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand", "mamba_d_ssm"),
     ("num_heads", "head_dim", "expand", "mamba_d_ssm"),
 )
 # Groups of heads that share what they read (B and C of a state space).
@@ -115,6 +116,11 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> d
     if isinstance(data.get("qk_rope_head_dim"), int):
         new |= {n: min(data[n], size) for n, size in LATENT.items() if isinstance(data.get(n), int)}
         new |= {"head_dim": new["qk_rope_head_dim"]} if "head_dim" in data else {}
+    inner, size = data.get("attention_hidden_size"), data.get("attention_head_dim")
+    if isinstance(inner, int) and inner % hidden == 0:  # attention reads something beside the stream
+        new["attention_hidden_size"] = inner // hidden * width
+        if isinstance(size, int) and size * heads == inner:
+            new["attention_head_dim"] = new["attention_hidden_size"] // new_heads
     if isinstance(data.get("query_pre_attn_scalar"), int):
         # Not the head size, unless it is that in the real model.
         new["query_pre_attn_scalar"] = head_size + (0 if data["query_pre_attn_scalar"] == old_head_size else 4)

@@ -72,7 +72,7 @@ def declared_dtype(config: Mapping[str, Any]) -> str | None:
 
 def context_length(config: Mapping[str, Any]) -> int:
     """The positions that a config says the model has; where it says none, very many."""
-    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
     return min(_numbers(config, *names), default=1 << 30)
 
 

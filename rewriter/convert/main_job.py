@@ -24,8 +24,8 @@ from rewriter.check.coverage.report import MAIN_JOB, Coverage
 from rewriter.check.random_model import EAGER, random_ids
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.processes import Processes, placed, write_json
-from rewriter.common.text_settings import context_length
 from rewriter.convert.conversion import convert
+from rewriter.ir.absolute_positions import most_tokens
 
 NEW_TOKENS = 16
 _LENGTHS = (21, 8)  # of the prompts
@@ -64,7 +64,7 @@ def adapted_model(directory: Path) -> PreTrainedModel:
 
 def _require_tokens(out: Path, subject: Subject, model: PreTrainedModel) -> None:
     """Raise VerificationError unless ranks continue prompts as transformers does, one by one and padded."""
-    count = min(NEW_TOKENS, context_length(subject.config.to_dict()) - max(_LENGTHS))
+    count = min(NEW_TOKENS, most_tokens(subject.program) - max(_LENGTHS))
     if count < 1:
         raise RewriterError(f"its table of positions has no room for {max(_LENGTHS)} tokens and one more")
     for draw in range(_DRAWS):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from rewriter.common.model_class import takes_images
+from rewriter.common.model_class import is_found, takes_images
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.phases import PromptPhase
 from rewriter.output.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, damage, healing
@@ -93,7 +93,10 @@ def _state(manifest: Manifest) -> Iterator[str]:
 def _loading(manifest: Manifest) -> Iterator[str]:
     modeling = manifest.adapted.modeling
     trust = "" if modeling is None else ", trust_remote_code=True"
-    auto = "AutoModelForImageTextToText" if takes_images(manifest.source.architecture) else "AutoModelForCausalLM"
+    name = manifest.source.architecture
+    auto = "AutoModelForImageTextToText" if takes_images(name) else "AutoModelForCausalLM"
+    if modeling is None and not is_found(manifest.adapted.model_type, name):
+        auto = name
     yield f"""## Load
 
 ```python

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
+from rewriter.common.text_settings import context_length
 from rewriter.ir import Body, Leaf, Module, Program, args_of, called_module, ops, placeholders, walk_modules
 from rewriter.ir.op_semantics import argument, aten, function_of, kind_of
-from rewriter.ir.row_positions import by_position
+from rewriter.ir.row_positions import by_position, tells_padding
 
 
 def counts_tokens(program: Program) -> str | None:
@@ -63,6 +64,12 @@ def _ends_in_bias(node: fx.Node, biases: set[tuple[fx.Node, fx.Node]]) -> bool:
     return True
 
 
+def most_tokens(program: Program) -> int:
+    """For how many tokens of one text the model has positions: by its config, and by the rows of its tables."""
+    said, rows = context_length(program.source.config), position_table(program)
+    return said if rows is None else min(said, rows)
+
+
 def position_table(program: Program) -> int | None:
     """For how many positions the model has vectors, where it looks them up in a table; None where it computes them."""
     original = by_position(program.origin or program)
@@ -89,10 +96,14 @@ def _tables(graph: fx.Graph, modules: Mapping[str, Module], offsets: Mapping[fx.
             if rows is not None:
                 yield rows - known[index]
         elif args and isinstance(args[0], fx.Node) and args[0] in known:
-            if node.target in _SAME:
+            if node.target in _SAME or kind_of(node) == "cast" or _is_zeroed_at_padding(node):
                 known[node] = known[args[0]]
             elif node.target is aten.add.Tensor and isinstance(args[1], int):
                 known[node] = known[args[0]] + args[1]
+
+
+def _is_zeroed_at_padding(node: fx.Node) -> bool:
+    return function_of(node) == "mul" and tells_padding(args_of(node)[1])
 
 
 def _rows(table: fx.Node, dim: int, modules: Mapping[str, Module]) -> int | None:

@@ -27,6 +27,13 @@ def by_position(program: Program) -> Program:
     return RowPositions().program(program)
 
 
+def tells_padding(node: Any) -> bool:
+    """True for the comparison of token ids with one that stands for padding, as numbers: 0 at padding, else 1."""
+    while isinstance(node, fx.Node) and kind_of(node) == "cast":
+        node = args_of(node)[0]
+    return isinstance(node, fx.Node) and node.target is aten.ne.Scalar and args_of(node)[0].target == "input_ids"
+
+
 class _NotUnderstood(Exception):
     """These numbers are used in a way that this module does not follow."""
 
@@ -117,7 +124,7 @@ class _Graph:
         args = args_of(node)
         if node.target in _ARANGES and self._is_size(args[-1], 1) and (len(args) == 1 or args[0] == 0):
             return _Rows(self._positions(), 1, leading=True)
-        if node.target is aten.cumsum.default and args[1] in (1, -1) and self._tells_padding(args[0]):
+        if node.target is aten.cumsum.default and args[1] in (1, -1) and self.wiring and tells_padding(args[0]):
             return _Rows(self.graph.call_function(aten.add.Tensor, (self._positions(), 1)), 2, leading=False)
         return None
 
@@ -129,13 +136,6 @@ class _Graph:
         if self.wiring:
             return owner.op == "placeholder" and place == dim
         return bool(self.tokens) and "val" in value.meta and str(value.meta["val"]) == str(self.tokens[dim])
-
-    def _tells_padding(self, node: Any) -> bool:
-        """True for the comparison of token ids with one that stands for padding, as numbers."""
-        while isinstance(node, fx.Node) and kind_of(node) == "cast":
-            node = args_of(node)[0]
-        is_comparison = isinstance(node, fx.Node) and node.target is aten.ne.Scalar
-        return self.wiring and is_comparison and args_of(node)[0].target == "input_ids"
 
     def _positions(self) -> fx.Node:
         """The placeholder of positions int64 [B, S], made where there is none: before `ctx`, if that is there."""

@@ -15,7 +15,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import PassRecord, Program
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.phases import PromptPhase, is_phased
-from rewriter.passes.selection import resolve
+from rewriter.passes.selection import ALL, resolve
 
 Effect = Literal["exact", "approximating", "timing only"]
 Scope = Literal["model", "per_rank", "runtime"]
@@ -113,7 +113,7 @@ class Pass(ABC):
         `plan` is how ranks share the tokens of a sequence, if they do.
         """
         layers = getattr(self, "layers", None)
-        if layers is None:
+        if layers is None or layers == ALL:
             return [self]
         options: dict[str, Any] = {"layers": places_of(resolve(layers, count), kept)}
         return [replace(self, **options)]

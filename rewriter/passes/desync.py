@@ -24,6 +24,7 @@ from rewriter.passes.residual_rewrite import (
     check_ranks,
     chosen_blocks,
     is_reduced,
+    layers_passed_over,
     made_of,
     part_of,
     partial_of,
@@ -114,7 +115,7 @@ class Desync(PhasedPass):
         marked = dict.fromkeys(by_index, True) | kept
         result = desynchronise(program, marked, self.resync, self.name, self.untie_norms)
         summary = f"{dropped} of {len(kept)} reductions dropped on {ranks} ranks; kept ones resync by {self.resync}"
-        return record(result, self, summary)
+        return record(result, self, summary, layers_passed_over(program, blocks, self.layers))
 
     def kinds_of_layers(self, count: int) -> list[set[int]]:
         chosen = resolve(self.layers, count)
@@ -140,12 +141,13 @@ class Desync(PhasedPass):
             number, place = 0, 0  # reductions, and layers that reduce, of this run so far
             for layer in run:
                 keep: list[bool] = []
+                of_layer = reducing.get(layer, ())  # none of a layer without a block
                 choices = iter(self.pattern[place % len(self.pattern)]) if self.pattern else iter(())
-                for reduces in reducing[layer]:
+                for reduces in of_layer:
                     number += reduces
                     asked = next(choices, "keep") == "keep" if self.n is None else number % self.n == 0
                     keep.append(not reduces or asked)
-                place += any(reducing[layer])
+                place += any(of_layer)
                 modes[layer] = {"mode": "desync", "keep": tuple(keep), "resync": self.resync}
         return modes
 

@@ -11,7 +11,7 @@ from rewriter.ir.marks import Mode, mark
 from rewriter.ir.residual import stream_values
 from rewriter.passes.base import Effect, LayerModes, Reducing, Scope, record
 from rewriter.passes.phases import PhasedPass
-from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, settle_reads
+from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, layers_passed_over, settle_reads
 from rewriter.passes.selection import Selection, resolve
 
 LADDER = Mode("ladder", "reads the residual stream one block late", "Ladder", "earlier")
@@ -65,7 +65,7 @@ class Ladder(PhasedPass):
         summary = f"{late} of {len(stream_values(graph)) - 1} blocks read the stream one block earlier"
         if self.variant == "own_partial":
             summary += ", with this rank's own partial sum of the block between"
-        return record(rewired, self, summary)
+        return record(rewired, self, summary, layers_passed_over(program, blocks, self.layers))
 
     def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
         mode = "ladder" if self.variant == "paper" else "own_partial"

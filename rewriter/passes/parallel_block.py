@@ -15,7 +15,7 @@ from rewriter.ir.marks import Marks, Mode, in_stream, mark, marks, new_call, str
 from rewriter.ir.residual import Block, blocks_of, by_layer, computes, read_index
 from rewriter.passes.base import Effect, LayerModes, Reducing, record
 from rewriter.passes.phases import PhasedPass
-from rewriter.passes.residual_rewrite import chosen_blocks, replace_stream_value, settle_reads
+from rewriter.passes.residual_rewrite import chosen_blocks, layers_passed_over, replace_stream_value, settle_reads
 from rewriter.passes.selection import Selection, resolve
 
 PARALLEL = Mode("parallel", "reads what the block beside it reads", "Parallel")
@@ -41,7 +41,8 @@ class ParallelBlock(PhasedPass):
     effect: ClassVar[Effect] = "approximating"
 
     def apply(self, program: Program) -> Program:
-        chosen = by_layer(chosen_blocks(program, self.name, self.layers))
+        selected = chosen_blocks(program, self.name, self.layers)
+        chosen = by_layer(selected)
         for layer, members in chosen.items():
             if [b.kind == "attention" for b in members] != [True, False]:
                 kinds = ", ".join(b.kind for b in members)
@@ -59,7 +60,7 @@ class ParallelBlock(PhasedPass):
         _renumber(graph)
         rewired = settle_reads(program, graph, self.name)
         summary = f"attention and MLP of {len(chosen)} layers side by side"
-        return record(rewired, self, summary)
+        return record(rewired, self, summary, layers_passed_over(program, selected, self.layers))
 
     def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
         return {layer: {"mode": "parallel", "norm": self.norm} for layer in resolve(self.layers, count)}

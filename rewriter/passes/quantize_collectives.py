@@ -91,8 +91,7 @@ class QuantizeCollectives(PhasedPass):
         short = replace(parse_format(self.format), block=SMALLEST_BLOCK)
         if self.axis == AXIS:
             return [replace(self, format=str(short), min_bytes=0)]
-        small = replace(self, min_bytes=0)
-        return [small] if self.layers == "all" else super(QuantizeCollectives, small).shrunken(kept, count, plan)
+        return super(QuantizeCollectives, replace(self, min_bytes=0)).shrunken(kept, count, plan)
 
     def apply(self, program: Program) -> Program:
         self.check_mesh(program.mesh)

@@ -43,14 +43,15 @@ from rewriter.ir.op_semantics import ends_collective, kind_of
 from rewriter.ir.residual import Block, annotate, blocks_of, computes, is_scaling, read_index, stream_values
 from rewriter.passes.placement.placement_state import copied_to_group, differentiable
 from rewriter.passes.placement.units import AXIS
-from rewriter.passes.selection import Selection, resolve
+from rewriter.passes.selection import ALL, Selection, resolve, spans
 
 
 def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block, ...]:
     """The blocks of the selected layers, none of them rewired before.
 
-    Raises RewriterError when the model has no residual stream, when a selected layer has no block, and for a block that
-    a pass has rewired already or that reads the stream in more than one place.
+    Of `all` layers, those without a block stay as they are: cross-attention has nothing to attend to in text alone.
+    Raises RewriterError when the model has no residual stream, when another selection has a layer without a block, and
+    for a block that a pass has rewired already or that reads the stream in more than one place.
     """
     chosen = set(resolve(layers, program.source.num_layers))
     if not chosen:
@@ -60,8 +61,11 @@ def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block
         annotate(program.edit()[0], program.source.num_layers)  # raises, saying where the stream ends
         raise RewriterError(f"{name}: the model has no residual stream")
     selected = tuple(b for b in blocks if b.layer in chosen)
-    if lacking := chosen - {b.layer for b in selected}:
-        raise RewriterError(f"{name}: layer {min(lacking)} has no residual block")
+    if layers != ALL and (lacking := chosen - {b.layer for b in selected}):
+        raise RewriterError(
+            f"{name}: layer {min(lacking)} has no residual block: it leaves the stream as it is. Select other layers, "
+            f"or {ALL}, which passes over it"
+        )
     for block in selected:
         if block.mode != STANDARD:
             raise RewriterError(f"{name}: block {block.path} was rewired before ({block.mode})")
@@ -70,6 +74,12 @@ def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block
                 f"{name}: block {block.path} reads the stream values {block.reads}, not {block.index} alone"
             )
     return selected
+
+
+def layers_passed_over(program: Program, blocks: Collection[Block], layers: Selection) -> tuple[str, ...]:
+    """A note on the selected layers that have none of the chosen `blocks`; nothing where each has one."""
+    lacking = sorted({*resolve(layers, program.source.num_layers)} - {b.layer for b in blocks})
+    return (f"left as they are, without a residual block: layers {spans(lacking)}",) if lacking else ()
 
 
 def check_ranks(program: Program, name: str) -> int:

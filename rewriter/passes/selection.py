@@ -17,11 +17,12 @@ from rewriter.common.errors import RewriterError, nearest, shortened
 
 Selection = str | int | Sequence[int]
 
+ALL = "all"
 FORMS = "all, upper-half, last:16, first:4, 12-31, 7 or [1, 5, 9]"
 
 # (first, past the last) in quarters of the number of layers, rounded down.
 _PARTS = {
-    "all": (0, 4),
+    ALL: (0, 4),
     "lower-half": (0, 2),
     "upper-half": (2, 4),
     "third-quarter": (2, 3),

@@ -26,6 +26,7 @@ from rewriter.tracing.shrink_beside import fitted, grids_inside, shrunken_beside
 
 _LISTS_OF_LAYERS = (
     "mlp_only_layers", "moe_layers", "dense_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices",
+    "hybrid_layer_ids",
 )  # fmt: skip
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")
 _LAST_LAYERS = ("num_kv_shared_layers",)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 # E2M1, by its four bits (OCP Microscaling Formats 1.0, section 5.3.3): sign, exponent, mantissa
 _E2M1 = [
@@ -215,11 +217,18 @@ def _loaded(
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """Which of two classes of a type a checkpoint is of, its `architectures` says: with images, or without."""
-    images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    if images is None or config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return AutoModelForImageTextToText if images else AutoModelForCausalLM
-    return AutoModelForImageTextToText if images in (config.architectures or []) else AutoModelForCausalLM
+    """Which of two classes of a type a checkpoint is of, its `architectures` says: with images, or without.
+
+    The config of a language model that was inside another one has a type that no auto class knows: then the class that
+    it names.
+    """
+    kind, name = config.model_type, (config.architectures or [""])[0]
+    images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    named = getattr(transformers, name, None)
+    if not images and not text and getattr(named, "config_class", None) is type(config):
+        return type(name, (_BaseAutoModelClass,), {"_model_mapping": {type(config): named}})
+    return AutoModelForImageTextToText if images and (name == images or not text) else AutoModelForCausalLM
 
 
 def loaded_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch.dtype]:

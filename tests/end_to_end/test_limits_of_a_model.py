@@ -14,11 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 import rewriter as rw
 from rewriter.adapt.self_written import self_written
 from rewriter.api import convert
-from rewriter.check.drift import calibration_tokens
+from rewriter.check.comparison import relative_error
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.drift import calibration_tokens, windows
+from rewriter.check.random_model import random_model
+from rewriter.check.reference_modes import original_logits
 from rewriter.common.errors import RewriterError
 from rewriter.common.run_context import RunContext
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir.absolute_positions import position_table
+from rewriter.ir.simulate import simulate
 from rewriter.predict.search.texts import text_for
 from rewriter.runtime.generation.generate import generate
 from rewriter.runtime.loading import load
@@ -86,11 +91,12 @@ def test_tokens_given_to_the_module(place: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "positions"),
     [
-        *(("opt", 24), ("gptj", 24), ("ctrl", 24), ("llama", None)),
+        *(("opt", 24), ("gptj", 24), ("ctrl", 24), ("llama", None), ("roberta", 23)),
         *(pytest.param(kind, 24, marks=pytest.mark.slow) for kind in ("gpt2", "biogpt", "xglm", "bart")),
     ],
 )
 def test_a_table_of_positions_is_known(kind: str, positions: int | None) -> None:
+    """RoBERTa numbers tokens from the row after that of padding (here 0)."""
     sizes = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 24}
     other = {
         "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2},
@@ -98,9 +104,26 @@ def test_a_table_of_positions_is_known(kind: str, positions: int | None) -> None
         "ctrl": {"n_embd": 32, "n_layer": 1, "n_head": 2, "dff": 32},
         "xglm": {"d_model": 32, "num_layers": 1, "attention_heads": 2, "ffn_dim": 32},
         "bart": {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32},
+        "roberta": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "is_decoder": True},
         "opt": {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     }.get(kind, {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32})
     assert position_table(rw.trace(AutoConfig.for_model(kind, **sizes, **other))) == positions
+
+
+@pytest.mark.parametrize("model_type", ["roberta-prelayernorm", "whisper"])
+def test_no_text_is_read_that_is_longer_than_the_table(model_type: str) -> None:
+    """Whisper's config names its positions `max_target_positions`."""
+    program = rw.trace(small_config(model_type))
+    rows = program.parameters[next(n for n in program.parameters if "position" in n)].shape[0]
+    tokens = torch.randint(5, 250, (2 * rows,), generator=torch.Generator().manual_seed(0))
+    model = random_model(small_config(model_type))
+    longest = windows(program, tokens)[0][None]
+    assert longest.shape[1] == rows - (2 if model_type.startswith("roberta") else 0)
+    weights = {n: t.detach() for n, t in [*model.named_buffers(), *model.named_parameters()]}
+    logits = simulate(program, longest, weights=weights)
+    assert relative_error(logits, original_logits(model, longest)) < 1e-4
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        original_logits(model, tokens[None, : longest.shape[1] + 1])
 
 
 def test_more_tokens_than_learned_positions(place: Path, capsys: Capture) -> None:

@@ -14,6 +14,10 @@ from quantized_checkpoints import fp8_blocks, quantize
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rewriter import api
+from rewriter.check.comparison import relative_error
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.random_model import build_model
+from rewriter.check.reference_modes import original_logits
 from rewriter.common.text_settings import context_length, declared_dtype, stream_width, vocabulary_size
 from rewriter.convert.rewritten_source import complete_config
 from rewriter.emit.end_tokens import end_tokens, not_applied
@@ -114,6 +118,23 @@ def test_what_chooses_other_tokens_is_told(tmp_path: Path) -> None:
     said = {"repetition_penalty": 1.3, "suppress_tokens": [5], "num_beams": 1, "min_length": None, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     assert not_applied(tmp_path) == ["repetition_penalty = 1.3", "suppress_tokens = [5]"]
+
+
+def test_a_language_model_saved_without_the_model_around_it(tmp_path: Path) -> None:
+    """Its config is the text part, whose type no auto class knows: `architectures` names the class."""
+    config = small_config("emu3")
+    model = build_model(config)
+    zoo.randomize(model, seed=0)
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    out = tmp_path / "out"
+    api.convert(tmp_path / "m", "tensor-parallel", tp=2, out=out, options=api.SaveOptions(verify="none"))
+    ids = zoo.batch(2, 9, 250)
+    for loaded in (api.load(out), plain_model(out)[0]):
+        assert type(loaded) is type(model)
+        assert relative_error(original_logits(loaded.eval(), ids), original_logits(model, ids)) < 1e-5
+    assert 'Emu3ForCausalLM.from_pretrained("THIS DIRECTORY")' in (out / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from torch import fx
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.text_settings import context_length
 from rewriter.fabric import Fabric, Link, load_fabric
 from rewriter.ir import Program, args_of, nodes_inside, ops
+from rewriter.ir.absolute_positions import most_tokens
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.ir.marks import marks
 from rewriter.ir.ops import SequenceKind, SequencePlan
@@ -286,7 +286,7 @@ def planning(program: Program, tokens: int | None = None) -> Setting:
 
     Without `tokens`, for the positions that the model has, of which more than TOKENS are not planned for.
     """
-    length = tokens or min(TOKENS, context_length(program.source.config))
+    length = tokens or min(TOKENS, most_tokens(program))
     fabric = load_fabric("h100-nvlink")
     ranks = program.mesh.get("tp", 1)
     return Setting(length, fabric, tensor_parallel=ranks, memory_limit=fabric.device.memory)

@@ -10,8 +10,9 @@ import torch
 from rewriter.check.drift import CALIBRATION, load_tokenizer, too_large, vocabulary_of, windows
 from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
-from rewriter.common.text_settings import check_tokens, context_length, top_setting
+from rewriter.common.text_settings import check_tokens, top_setting
 from rewriter.ir import Program
+from rewriter.ir.absolute_positions import most_tokens
 from rewriter.ir.live_model import load_host
 
 WINDOW = 256
@@ -45,7 +46,7 @@ def text_for(
     knows. A model that is too large to be run as a whole reads the packaged text. Raises RewriterError for a text that
     gives no three windows.
     """
-    length = min(WINDOW, context_length(program.source.config))
+    length = min(WINDOW, most_tokens(program))
     own = given is None and too_large(program) is None
     if own:
         found, described = written(program, sum(counts), length, seed, report), "text that the model wrote itself"

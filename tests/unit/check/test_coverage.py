@@ -18,7 +18,8 @@ from rewriter.check.coverage.check import check
 from rewriter.check.coverage.configs import image_oddities, image_types, oddities, registered_types, small_config
 from rewriter.check.coverage.images import check_images
 from rewriter.check.coverage.report import CHECKS, PARTS, Coverage
-from rewriter.check.random_model import build_model
+from rewriter.check.random_model import build_model, random_ids
+from rewriter.check.reference_modes import original_logits
 from rewriter.cli import main
 from rewriter.convert import main_job
 from rewriter.ir import Body, Program
@@ -198,6 +199,16 @@ def test_a_small_config_can_be_shrunken_again(model_type: str) -> None:
     config = small_config(model_type)
     again = shrink(config, representatives(config, []), 2)
     assert sum(p.numel() for p in build_skeleton(again).model.parameters()) < 3e6
+
+
+def test_what_attention_reads_beside_the_stream_shrinks_with_it() -> None:
+    """Zamba 2's attention reads the embeddings too; what its config says twice stays alike."""
+    again = shrink(small_config("zamba2"), [0, 1, 2, 3, 5, 6], 2)
+    assert again.hidden_size == 32
+    assert again.attention_hidden_size == again.num_attention_heads * again.attention_head_dim == 64
+    assert again.n_mamba_heads * again.mamba_headdim == again.mamba_expand * again.hidden_size
+    assert again.hybrid_layer_ids == [i for i, kind in enumerate(again.layers_block_type) if kind == "hybrid"] == [2, 4]
+    assert bool(original_logits(build_model(again), random_ids(again, 21)).isfinite().all())
 
 
 @pytest.mark.slow

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import zoo
 from programs import PASSES, tensor_parallel, traced, weights
 from transformers import AutoConfig
 
+from rewriter.check.comparison import relative_error
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.random_model import random_ids, random_model
+from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.common.errors import RewriterError
 from rewriter.ir import ops
 from rewriter.ir.marks import marks
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
 from rewriter.passes.base import bound_ranks
+from rewriter.passes.desync import Desync
+from rewriter.passes.ladder import Ladder
+from rewriter.passes.parallel_block import ParallelBlock
 from rewriter.passes.phases import single_device
 from rewriter.recipes.apply import lint
 from rewriter.tracing import trace
@@ -175,3 +184,24 @@ def test_a_block_that_every_rank_computes_cannot_read_a_ranks_own_partial():
     with pytest.raises(RewriterError, match=r"layers\.0\.mlp could not be split"):
         apply(program, ("ladder", {"variant": "own_partial"}))
     apply(program, ("desync", {"pattern": (("drop",), ("keep",))}))
+
+
+@pytest.mark.parametrize(
+    "rewrite", [Ladder(), ParallelBlock(), Desync(n=2), Desync(n=2, resync="sum")], ids=lambda p: p.name
+)
+def test_all_passes_over_a_layer_that_does_nothing(rewrite):
+    """Mllama's cross-attention layers are skipped without an image."""
+    config = small_config("mllama")
+    model = random_model(config)
+    program = tensor_parallel(trace(config), 2)
+    assert {b.layer for b in residual_blocks(program)} == {0, 1, 2, 4, 5, 7}
+    rewritten = rewrite.apply(program)
+    lint(rewritten, rewrite.name)
+    assert rewritten.history[-1].notes == ("left as they are, without a residual block: layers 3, 6",)
+    ids = random_ids(config, 21)
+    tensors = {n: t.detach() for n, t in [*model.named_buffers(), *model.named_parameters()]}
+    expected = reference_of(rewritten, [rewrite]).logits(model, ids)
+    assert relative_error(simulate(rewritten, ids, weights=tensors), expected) < 1e-4
+    assert relative_error(original_logits(model, ids), expected) > 1e-2
+    with pytest.raises(RewriterError, match=r"layer 3 has no residual block.*Select other layers, or all"):
+        replace(rewrite, layers=[2, 3]).apply(program)
