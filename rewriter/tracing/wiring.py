@@ -79,8 +79,10 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collectio
     for node in tracer.graph.nodes:
         if node.op == "call_module":  # before unused elements go: what the layer unpacks says how many there are
             picked = [args_of(u)[1] for u in node.users if u.target is operator.getitem]
+            picked = [i.start or 0 if isinstance(i, slice) else i for i in picked]
             length = 1 + max(picked) if picked and all(isinstance(i, int) for i in picked) else None  # a bare tensor
             mark(node, returned=length)
+    _read_joined_tuples(tracer.graph)
     drop_dead_nodes(tracer.graph)
     _cast_writes_instead_of_the_stream(tracer.graph)
     return tracer.graph
@@ -103,6 +105,19 @@ def only_calls_and_sums(wiring: fx.Graph) -> bool:
         or getattr(node.target, "__name__", "") == "dropout"
         for node in wiring.nodes
     )
+
+
+def _read_joined_tuples(graph: fx.Graph) -> None:
+    """Read from `(x, ...) + others[1:]`, which older models return, what stands in the first tuple."""
+    for node in graph.nodes:
+        if node.target is not operator.add or not isinstance(node.args[0], tuple):
+            continue
+        first = node.args[0]
+        for user in list(node.users):
+            if user.op == "output":
+                user.args = (first,)
+            elif user.target is operator.getitem and args_of(user)[1] in range(len(first)):
+                user.replace_all_uses_with(first[args_of(user)[1]])
 
 
 def _cast_writes_instead_of_the_stream(graph: fx.Graph) -> None:

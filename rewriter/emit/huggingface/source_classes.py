@@ -89,8 +89,10 @@ def returned_values(source: Source) -> int | None:
     for node in ast.walk(definition):
         if not isinstance(node, ast.Return):
             continue
-        if isinstance(node.value, ast.Tuple):
-            lengths.add(len(node.value.elts))
+        # of `(x, ...) + others`, which older models return, others are attention weights
+        value = node.value.left if isinstance(node.value, ast.BinOp) else node.value
+        if isinstance(value, ast.Tuple):
+            lengths.add(len(value.elts))
         elif isinstance(node.value, ast.Name) and _is_built_as_tuple(definition, node.value.id):
             raise RewriterError(
                 f"{source.layer_class}.forward builds the tuple that it returns; that is not supported yet"

@@ -23,7 +23,10 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.random_model import build_model, random_ids, randomize
 from rewriter.common.errors import RewriterError
+from rewriter.emit.huggingface.source_classes import returned_values
 from rewriter.ir import Body, Opaque, walk_modules
 from rewriter.ir.ops import MaskSpec, attention
 from rewriter.ir.residual import residual_blocks
@@ -132,6 +135,20 @@ def test_masks_are_found_from_their_function(spec: MaskSpec) -> None:
         return seen & (kv // spec.size == q // spec.size) if spec.kind == "chunk" else seen
 
     assert find_mask_spec(visible) == spec
+
+
+def test_a_layer_may_return_its_result_before_a_slice_of_other_results() -> None:
+    """`(hidden,) + outputs[1:]`, in the layer and in a child that adds to the stream; the others are not read."""
+    config = small_config("megatron-bert")
+    model = build_model(config)
+    randomize(model)
+    program, ids = trace(config), random_ids(config, 21)
+    weights = {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    assert relative_error(simulate(program, ids, weights=weights), expected) <= 1e-5
+    assert len(residual_blocks(program)) == 2 * program.source.num_layers
+    assert returned_values(program.source) == 1
 
 
 def test_masks_that_transformers_joins_are_found() -> None:
