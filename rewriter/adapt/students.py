@@ -221,7 +221,9 @@ def student(run: Run) -> Student:
         return Student(ShardedModel(sharded), run.ranks.rank % options.tp, program)
     built = _hugging_face_student(run)
     if options.packing and not isolates_segments(built.model.module):
-        raise _not_packed(run, "in transformers, tokens of a packed row see those of other examples")
+        raise _not_packed(
+            run, "in transformers, tokens of a packed row see those of other examples, or the state that these leave"
+        )
     return built
 
 

@@ -131,6 +131,7 @@ def test_what_is_sampled_from_is_what_transformers_samples_from(top_k, top_p):
         ({"top_p": 0.9}, "top_p is 0.9, but at temperature 0 the likeliest token is taken"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1"),
         ({"prompts": [[1], []]}, "a prompt has no tokens"),
+        ({"eos_token_ids": [None]}, r"eos_token_ids is \[None\], expected numbers of tokens"),
     ],
 )
 def test_arguments_of_generate_outside_of_their_range_are_refused(options, message):

@@ -68,6 +68,11 @@ def generate(
     for row, prompt in enumerate(prompts):
         check_tokens(f"generate: prompt {row}", prompt, vocabulary)
     check_tokens("generate: pad_token_id", [pad_token_id], vocabulary)
+    if not all(isinstance(end, int) for end in eos_token_ids):
+        raise RewriterError(
+            f"generate: eos_token_ids is {list(eos_token_ids)}, expected numbers of tokens. Leave it out where there is "
+            "none"
+        )
     check_positions(max(map(len, prompts)), max_new_tokens, getattr(model, "positions", None))
     sampling = Sampling(temperature, top_k, top_p)
     if group is None and dist.is_initialized():
