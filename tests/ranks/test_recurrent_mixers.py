@@ -112,8 +112,8 @@ def logits_on_rank(group, directory, ids):
 @pytest.mark.fast("mamba-dtype0", "falcon_h1-dtype1")
 @torch.no_grad()
 def test_a_narrow_dtype_errs_as_transformers_does_in_it(name, dtype, tmp_path):
-    """By the fp32 model; some types add in fp32 in any dtype, and keep single parameters in it. Where an expert is hardly
-    better than the next one, rounding chooses: a token in ten may have another."""
+    """By the fp32 model; some types add in fp32 in any dtype, and keep single parameters in it. Where an expert is
+    hardly better than the next one, rounding chooses: a token in ten may have another."""
     ids = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(3))
     exact = hybrids.model(name)(input_ids=ids, use_cache=False).logits
     copy.deepcopy(hybrids.model(name)).to(dtype).save_pretrained(tmp_path / "source")
