@@ -70,7 +70,7 @@ def generate(
     check_tokens("generate: pad_token_id", [pad_token_id], vocabulary)
     if not all(isinstance(end, int) for end in eos_token_ids):
         raise RewriterError(
-            f"generate: eos_token_ids is {list(eos_token_ids)}, expected numbers of tokens. Leave it out if there is none"
+            f"generate: eos_token_ids is {list(eos_token_ids)}, expected numbers of tokens. Leave it out without any"
         )
     check_positions(max(map(len, prompts)), max_new_tokens, getattr(model, "positions", None))
     sampling = Sampling(temperature, top_k, top_p)
