@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
@@ -250,8 +250,8 @@ def timed(bench: Bench, step: DecodeStep) -> float:
 
 
 def read_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that a step reads: all but the table of embeddings, of which it reads a row."""
-    table: Tensor = model.get_parameter("model.embed_tokens.weight")
+    """Bytes of the weights that a step reads: all but the table of embeddings, its own, of which it reads a row."""
+    (table,) = (x for name, x in model.named_parameters() if "embed" in name)
     return sum(x.nbytes for x in model.parameters()) - table.nbytes
 
 

@@ -56,23 +56,21 @@ def size(scale: Scale) -> Size:
     return scale.pick(replace(Size(), layers=LAYERS), Size(64, 128, 16, 8, 4, 64))
 
 
+HYBRID = {
+    "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+}  # fmt: skip
+TINY_HYBRID = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16, "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+
+
 def hybrid(size: Size) -> Qwen3_5TextConfig:
     """Qwen3.5 27B's sizes but for layers and vocabulary: three gated delta nets to one layer of attention."""
-    small = size.hidden < 5120
-    return Qwen3_5TextConfig(
-        hidden_size=64 if small else 5120,
-        intermediate_size=128 if small else 17408,
-        num_hidden_layers=size.layers,
-        num_attention_heads=8 if small else 24,
-        num_key_value_heads=4,
-        head_dim=16 if small else 256,
-        linear_num_key_heads=8 if small else 16,
-        linear_num_value_heads=16 if small else 48,
-        linear_key_head_dim=8 if small else 128,
-        linear_value_head_dim=8 if small else 128,
-        vocab_size=size.vocabulary,
-        dtype="bfloat16",
-    )
+    sizes = HYBRID if size.hidden == Size.hidden else TINY_HYBRID
+    more = {"num_key_value_heads": 4, "num_hidden_layers": size.layers, "vocab_size": size.vocabulary}
+    return Qwen3_5TextConfig(**sizes, **more, dtype="bfloat16")
 
 
 def programs(scale: Scale, of: Callable[[Size], PreTrainedConfig] = config) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor, nn
 
 import rewriter.runtime as runtime
-from benchmarks.gpu.decode import randomized
+from benchmarks.gpu.decode import randomized, read_bytes
 from benchmarks.gpu.decode_step import begin, eagerly, generated
 from benchmarks.gpu.report import Row, Scale, read_rate, short
 from benchmarks.gpu.tiles import factors
@@ -68,43 +68,38 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A call of the mixer `name` for a batch of one; `shapes` of its tensors, S where tokens are, None for one that is
-    not given."""
+    """A call of the mixer `name` for a batch of one; `shapes` of its tensors, S where tokens are."""
 
     what: str
     name: str
-    shapes: tuple[tuple[Any, ...] | None, ...]
+    shapes: tuple[tuple[Any, ...], ...]
     state: StateSpec
-    decays: int  # the argument that has to be at most 0
+    decays: int | None  # the argument that has to be at most 0
     tokens: int = 1  # the dimension of tokens in what it returns
     options: dict[str, Any] = field(default_factory=dict)
 
-    def inputs(self, length: int, device: torch.device) -> list[Tensor | None]:
+    def inputs(self, length: int, device: torch.device) -> list[Tensor]:
         """In fp64, normal; decays and rates between −1 and 0, or 0 and 1."""
         random = torch.Generator().manual_seed(length)
-        made: list[Tensor | None] = []
-        for place, shape in enumerate(self.shapes):
-            if shape is None:
-                made.append(None)
-                continue
-            sizes = [length if n == "S" else n for n in shape]
-            x = torch.randn(sizes, generator=random, dtype=torch.float64)
-            made.append((-x.sigmoid() if place == self.decays else x).to(device))
+        sizes = ([length if n == "S" else n for n in shape] for shape in self.shapes)
+        made = [torch.randn(size, generator=random, dtype=torch.float64) for size in sizes]
+        if self.decays is not None:
+            made[self.decays] = -made[self.decays].sigmoid()
         if self.name == "delta_rule":
-            made[4] = made[4].sigmoid()  # type: ignore[union-attr]
-        return made
+            made[4] = made[4].sigmoid()
+        return [x.to(device) for x in made]
 
-    def part(self, inputs: list[Tensor | None], start: int, length: int) -> list[Tensor | None]:
-        at = [None if shape is None or "S" not in shape else shape.index("S") for shape in self.shapes]
-        return [x if x is None or d is None else x.narrow(d, start, length) for x, d in zip(inputs, at, strict=True)]
+    def part(self, inputs: list[Tensor], start: int, length: int) -> list[Tensor]:
+        at = [shape.index("S") if "S" in shape else None for shape in self.shapes]
+        return [x if dim is None else x.narrow(dim, start, length) for x, dim in zip(inputs, at, strict=True)]
 
-    def run(self, inputs: list[Tensor | None], ctx: Context | None) -> Tensor:
+    def run(self, inputs: list[Tensor], ctx: Context | None) -> Tensor:
         of = ops if ctx is None else runtime
         found: Tensor = getattr(of, self.name)(*inputs, ctx, slot=0, **self.options)
         return found
 
-    def in_two_calls(self, inputs: list[Tensor | None], length: int, dtype: torch.dtype) -> Tensor:
-        device = next(x.device for x in inputs if x is not None)
+    def in_two_calls(self, inputs: list[Tensor], length: int, dtype: torch.dtype) -> Tensor:
+        device = inputs[0].device
         cache, first = StaticCache([self.state], 1, length, dtype, device), length * 5 // 8
         contexts = Context(cache), Context(cache, torch.tensor(first, device=device))
         parts = self.part(inputs, 0, first), self.part(inputs, first, length - first)
@@ -134,7 +129,7 @@ def cases(scale: Scale) -> Iterator[Case]:
     yield Case("RG-LRU", "linear_scan", ((B, S, channels), (B, S, channels)), StateSpec((channels,), True), 1)
     yield Case(
         "convolution", "causal_conv", ((B, channels, S), (channels, 4), (channels,)), StateSpec((channels, 3), False),
-        -1, 2, {"activation": "silu"},
+        None, 2, {"activation": "silu"},
     )  # fmt: skip
 
 
@@ -153,7 +148,7 @@ def mixing(scale: Scale) -> None:
         times.attempt(case.what, functools.partial(time_row, scale, case, timed))
 
 
-def used(case: Case, call: Callable[[], Tensor]) -> tuple[Tensor, str]:
+def used(call: Callable[[], Tensor]) -> tuple[Tensor, str]:
     """(what `call` returns, the package whose kernel computed it)."""
     found: list[str] = []
     lookup = kernels._kernel
@@ -169,11 +164,11 @@ def used(case: Case, call: Callable[[], Tensor]) -> tuple[Tensor, str]:
 
 def error_row(scale: Scale, case: Case, length: int, dtype: torch.dtype) -> Row:
     """Outputs of two calls, and gradients of one, which are those of the plain form."""
-    rounded = [None if x is None else x.to(dtype) for x in case.inputs(length, scale.device)]
-    exact_in = [None if x is None else x.double() for x in rounded]
+    rounded = [x.to(dtype) for x in case.inputs(length, scale.device)]
+    exact_in = [x.double() for x in rounded]
     with torch.no_grad():
         exact, beside = case.run(exact_in, None), case.run(rounded, None)
-        found, by = used(case, lambda: case.in_two_calls(rounded, length, dtype))
+        found, by = used(lambda: case.in_two_calls(rounded, length, dtype))
     short_length = scale.pick(200, 24)
     grads = [
         gradients(case, case.part(inputs, 0, short_length), ctx)
@@ -183,20 +178,20 @@ def error_row(scale: Scale, case: Case, length: int, dtype: torch.dtype) -> Row:
     return (short(dtype), by, *cells), wrong
 
 
-def gradients(case: Case, inputs: list[Tensor | None], ctx: Context | None) -> Tensor:
+def gradients(case: Case, inputs: list[Tensor], ctx: Context | None) -> Tensor:
     """Of the sum of what it returns times fixed numbers, in all that it is given, as one vector."""
-    given = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+    given = [x.detach().clone().requires_grad_() for x in inputs]
     out = case.run(given, ctx)
     random = torch.Generator().manual_seed(0)
     weights = torch.randn(out.shape, generator=random, dtype=torch.float64).to(out.device, out.dtype)
-    found = torch.autograd.grad(out, [x for x in given if x is not None], weights)
+    found = torch.autograd.grad(out, given, weights)
     return torch.cat([x.double().flatten() / x.double().abs().max() for x in found])
 
 
 def time_row(scale: Scale, case: Case, length: int) -> Row:
-    inputs = [None if x is None else x.bfloat16() for x in case.inputs(length, scale.device)]
+    inputs = [x.bfloat16() for x in case.inputs(length, scale.device)]
     with torch.no_grad():
-        _, by = used(case, lambda: case.run(inputs, Context()))
+        _, by = used(lambda: case.run(inputs, Context()))
         seconds = scale.seconds(lambda: case.run(inputs, Context()), 5)
         with mock.patch.object(kernels, "runs_kernels", return_value=False):
             plain = scale.seconds(lambda: case.run(inputs, Context()), 5)
@@ -223,8 +218,6 @@ def stepping(scale: Scale) -> None:
 def model_of(scale: Scale, name: str, directory: Path) -> nn.Module:
     cls, full, tiny = MODELS[name]
     sizes = {**_LIKE, **full} if not scale.tiny else {**_TINY, **tiny}
-    if "hidden_size" in sizes and cls == "Mamba2Config":
-        sizes["expand"] = sizes["num_heads"] * sizes["head_dim"] // sizes["hidden_size"]
     config = getattr(transformers, cls)(**sizes, dtype="bfloat16")
     path = directory / f"{name.replace(' ', '').replace('.', '')}.py"
     path.write_text(emit_runtime_module(trace(config)), encoding="utf-8")
@@ -258,31 +251,23 @@ def step_row(scale: Scale, name: str, how: str, directory: Path, rate: float, ke
     if scale.cuda and not step.how.startswith("eager" if how == "eager" else "captured"):
         wrong.append(f"{step.how}, expected {how}")
     seconds, kernel_count = seconds_of(scale, DecodeStep(model, 1, 1024), how == "eager")
-    share = (weights_read(model) + 2 * sum(x.nbytes for x in step.cache.states)) / seconds / rate
+    share = (read_bytes(model) + 2 * sum(x.nbytes for x in step.cache.states)) / seconds / rate
     cells = f"{seconds * 1e3:.3f}", f"{share:.0%}", f"{sum(x.nbytes for x in model.parameters()) / 1e6:.0f}"
     return (how, *cells, kernel_count or "–", differ), ", ".join(wrong)
 
 
-def weights_read(model: nn.Module) -> int:
-    """Bytes of the weights that a step reads: of a table of embeddings that is not the head's too, a row."""
-    tables = [p for name, p in model.named_parameters() if "embed" in name and p.shape[0] in (VOCABULARY, 256)]
-    return sum(x.nbytes for x in model.parameters()) - sum(x.nbytes for x in tables)
-
-
 def seconds_of(scale: Scale, step: DecodeStep, eager: bool) -> tuple[float, int]:
     """(seconds of a step of one row by the wall clock, kernels of it)."""
-    steps, found = scale.pick(64, 2), []
-    begin(scale, step, (256 if not scale.tiny else 8,), Sampling())
-    if eager:
-        eagerly(step)
-    for _ in range(3):
-        step.run()
-    for _ in range(scale.pick(3, 1)):
-        begin(scale, step, (256 if not scale.tiny else 8,), Sampling())
+    steps, prompt, found = scale.pick(64, 2), (scale.pick(256, 8),), []
+    for warm in (True, *[False] * scale.pick(3, 1)):
+        begin(scale, step, prompt, Sampling())
+        if warm and eager:
+            eagerly(step)
         scale.synchronize()
         start = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(3 if warm else steps):
             step.run()
         scale.synchronize()
-        found.append((time.perf_counter() - start) / steps)
+        if not warm:
+            found.append((time.perf_counter() - start) / steps)
     return statistics.median(found), len(scale.kernels(step.run))

@@ -7,7 +7,7 @@ everywhere (see `shrink`). Its weights are random and large, so that a block tha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ MOST_RANKS = 8
 STEADY = 50.0
 # Strengths of random weights in the order of trying them, and whether the model has to be steady. Recurrent mixers with
 # large weights are chaotic; weights that are too small hide what a block reads.
-STRENGTHS = ((1.0, True), (0.5, True), (0.25, True), (1.0, False), (2.0, False), (4.0, False))
+_STRENGTHS = ((1.0, True), (0.5, True), (0.25, True), (1.0, False), (2.0, False), (4.0, False))
 
 Write = Callable[[Program, Path], None]
 """Writes the output directory of a program, unverified: what the shrunken check loads and compares."""
@@ -168,6 +168,15 @@ def apply_passes(program: Program, passes: Sequence[Pass], mesh: Mapping[str, in
     return program
 
 
+def candidates(config: PreTrainedConfig, build: Callable[[float], PreTrainedModel]) -> Iterator[PreTrainedModel]:
+    """Models of `config` as `build` makes them of a strength of their random weights, the likeliest to show a fault
+    first."""
+    for strength, steady in _STRENGTHS:
+        model = build(strength)
+        if not (steady and amplification(model, config, test_lengths(config)[-1]) > STEADY):
+            yield model
+
+
 def telling_copy(
     config: PreTrainedConfig,
     passes: Sequence[Pass],
@@ -178,11 +187,12 @@ def telling_copy(
 ) -> tuple[PreTrainedModel, Program, Program]:
     """(a random model, saved in `directory`, whose reference differs visibly from it; its trace; that rewritten)."""
     difference = 0.0
-    for strength, steady in STRENGTHS:
+
+    def build(strength: float) -> PreTrainedModel:
         progress("shrunken check: building")
-        model = random_model(config, strength, trust_remote_code)
-        if steady and amplification(model, config, test_lengths(config)[-1]) > STEADY:
-            continue
+        return random_model(config, strength, trust_remote_code)
+
+    for model in candidates(config, build):
         with contextlib.ExitStack() as after:
             if hf_logging.is_progress_bar_enabled():  # these files are no progress of the user's conversion
                 hf_logging.disable_progress_bar()

@@ -18,7 +18,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
     A type may have a class in both (Qwen3.5): `architectures` says which of them a checkpoint is of, and loaded as the
     other one it would lose its vision tower. Where it names neither, the causal language model goes first. Where it
-    names a class that neither of them finds (`is_found`), the class with the methods of an auto class.
+    names a class that neither of them finds (`is_found`), an auto class of that one alone: models have no public
+    `from_config`, and a registration would hold for all that the process loads.
     """
     kind = config.model_type
     name = (config.architectures or [""])[0]
@@ -26,7 +27,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
         return type(name, (_BaseAutoModelClass,), {"_model_mapping": {type(config): getattr(transformers, name)}})
     if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return AutoModelForCausalLM
-    named = (config.architectures or [None])[0] == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+    named = name == MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
     return (
         AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not named else AutoModelForImageTextToText
     )

@@ -48,11 +48,10 @@ _GROUPS = {ops.delta_rule: (0, 1), ops.state_space: (3, 4)}
 def _once(node: fx.Node, places: tuple[int, ...]) -> None:
     """Let a recurrence read key heads or groups [B, S, G, D] before both were repeated for its heads."""
     repeated = [args_of(node)[place] for place in places]
-    if all(n.target is aten.repeat_interleave.self_int for n in repeated):
-        times = {(argument(n, "repeats"), argument(n, "dim") % 4) for n in repeated if argument(n, "dim") is not None}
-        if len(times) == 1 and times.pop()[1] == 2:
-            for place, n in zip(places, repeated, strict=True):
-                node.update_arg(place, args_of(n)[0])
+    along = all(n.target is aten.repeat_interleave.self_int and argument(n, "dim") in (2, -2) for n in repeated)
+    if along and len({argument(n, "repeats") for n in repeated}) == 1:
+        for place, n in zip(places, repeated, strict=True):
+            node.update_arg(place, args_of(n)[0])
 
 
 def _keeps_all(node: fx.Node) -> bool:

@@ -78,8 +78,8 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collectio
         tracer.create_node("output", "output", (_without_extras(tracer.create_arg(result)),), {})
     for node in tracer.graph.nodes:
         if node.op == "call_module":  # before unused elements go: what the layer unpacks says how many there are
-            picked = [args_of(u)[1] for u in node.users if u.target is operator.getitem]
-            picked = [i.start or 0 if isinstance(i, slice) else i for i in picked]
+            indices = (args_of(u)[1] for u in node.users if u.target is operator.getitem)
+            picked = [i.start or 0 if isinstance(i, slice) else i for i in indices]
             length = 1 + max(picked) if picked and all(isinstance(i, int) for i in picked) else None  # a bare tensor
             mark(node, returned=length)
     _read_joined_tuples(tracer.graph)

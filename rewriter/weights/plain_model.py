@@ -27,7 +27,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 # E2M1, by its four bits (OCP Microscaling Formats 1.0, section 5.3.3): sign, exponent, mantissa
 _E2M1 = [
@@ -209,7 +208,8 @@ def _loaded(
     if not quantized and plain.loadable:
         return auto.from_pretrained(directory, config=config, trust_remote_code=remote_code, **options)
     with torch.device("meta"):
-        cls = type(auto.from_config(copy.deepcopy(config), trust_remote_code=remote_code))
+        known = issubclass(auto, PreTrainedModel)
+        cls = auto if known else type(auto.from_config(copy.deepcopy(config), trust_remote_code=remote_code))
     state = {name: plain.read(name) for name in plain.names()}
     if dequantized is not None:
         state |= {name: tensor.to(dequantized) for name, tensor in state.items() if plain.quantized(name)}
@@ -227,7 +227,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     named = getattr(transformers, name, None)
     if not images and not text and getattr(named, "config_class", None) is type(config):
-        return type(name, (_BaseAutoModelClass,), {"_model_mapping": {type(config): named}})
+        return named
     return AutoModelForImageTextToText if images and (name == images or not text) else AutoModelForCausalLM
 
 

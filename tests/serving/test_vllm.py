@@ -49,6 +49,8 @@ HYBRIDS = [
     *(Case(name, "ladder-upper-half", tp, engine=RECURRENT) for name in tiny_models.HYBRIDS_HERE for tp in (1, 2)),
     Case("falcon_h1", "desync-2x-sum", 2, engine=RECURRENT),
 ]
+# The shortest distance of two logits among which rounding chose; the faults below show by 50 times as much.
+NEAREST = {"nemotron_h": 2e-3}
 HYBRID_FAULTS = [  # in this process: one rank
     Case("granitemoehybrid", "ladder-upper-half", engine=RECURRENT, fault="on time"),
     Case("granitemoehybrid", "ladder-upper-half", engine=RECURRENT, fault="alone"),
@@ -131,8 +133,7 @@ def test_recurrent_mixers(case, ran, root):
     result = ran(tuple(HYBRIDS))[str(case)]
     assert "error" not in result, result["log"][-3000:]
     assert "all-reduces of Rewriter" in result["log"]
-    # rounding chooses between two tokens that are all but equal; the faults below show by ten times as much and more
-    assert shortfall(rewritten(case, root), prompts(), result["tokens"]) < 1e-2
+    assert shortfall(rewritten(case, root), prompts(), result["tokens"]) < NEAREST.get(case.family, 1e-4)
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ from rewriter.check.comparison import DIFFERENT, RANKS, compare, exact_limit, re
 from rewriter.check.coverage.configs import small_config
 from rewriter.check.coverage.report import PARTS, Coverage, explain
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
-from rewriter.check.random_model import EAGER, amplification, build_model, random_ids, randomize, save_model
+from rewriter.check.random_model import EAGER, build_model, random_ids, randomize, save_model
 from rewriter.check.reference_modes import original_logits, reference_of
-from rewriter.check.shrunken_check import STEADY, STRENGTHS, apply_passes, test_lengths
+from rewriter.check.shrunken_check import apply_passes, candidates, test_lengths
 from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import scratch_folder
@@ -154,11 +154,14 @@ class Subject:
 
     def _checkpoint(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model with weights that show a wrong ladder, saved as a checkpoint and loaded from it."""
-        for attempt, (strength, steady) in enumerate(STRENGTHS):
-            model = build_model(self.config) if attempt else model
-            randomize(model, strength)
-            if steady and amplification(model, self.config, test_lengths(self.config)[-1]) > STEADY:
-                continue
+        built = [model]
+
+        def build(strength: float) -> PreTrainedModel:
+            made = built.pop() if built else build_model(self.config)
+            randomize(made, strength)
+            return made
+
+        for model in candidates(self.config, build):
             ids = random_ids(self.config, 21)
             original = original_logits(model, ids)
             if not bool(original.isfinite().all()):
