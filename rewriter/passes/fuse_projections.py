@@ -291,10 +291,12 @@ def _fuse(
 
 
 def fused_name(paths: Sequence[str], taken: Sequence[str]) -> str:
-    """q_proj, k_proj and v_proj as qkv_proj; gate_proj and up_proj as gate_up_proj; below their common parent."""
-    parents = {path.rpartition(".")[0] for path in paths}
-    parent = f"{parents.pop()}." if len(parents) == 1 and "" not in parents else ""
-    names = [path.rpartition(".")[2] for path in paths]
+    """q_proj, k_proj and v_proj as qkv_proj; gate_proj and up_proj as gate_up_proj; below their common parent.
+
+    An item of a list is named after the list: the first of `experts` as experts_0.
+    """
+    parents, names = zip(*map(_owner_and_name, paths), strict=True)
+    parent = f"{parents[0]}." if parents[0] and len(set(parents)) == 1 else ""
     suffix = "_proj" if all(n.endswith("_proj") for n in names) else ""
     stems = [n.removesuffix(suffix) for n in names]
     base = stems[0]
@@ -305,6 +307,14 @@ def fused_name(paths: Sequence[str], taken: Sequence[str]) -> str:
     while name in taken:
         name, number = f"{base}_{number}", number + 1
     return name
+
+
+def _owner_and_name(path: str) -> tuple[str, str]:
+    parts = path.split(".")
+    begin = max((i for i, part in enumerate(parts) if not part.isdecimal()), default=None)
+    if begin is None:
+        return "", "_".join(["item", *parts])
+    return ".".join(parts[:begin]), "_".join(parts[begin:])
 
 
 def concatenated(parts: Mapping[str, Parameter], dim: int) -> Parameter:

@@ -34,12 +34,15 @@ DROPPED_FOR_FIRST_TOKENS = ("tokens/s", "share", "break-even")  # then, where th
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
-LEGEND = (
-    "Per token: one decode step (TPOT); 80 %: how far off it may be in 4 of 5 cases. Exposed: of it, waiting for "
-    "communication. Tokens/s: of a whole generation, prefill included. Break-even: an all-reduce must take longer than "
-    "this for the recipe to pay in decoding."
-)
 FIRST_TOKEN_LEGEND = "TTFT: time to first token of prompts of 1k, 8k and 32k tokens (1,024 each)."
+LEGEND = {
+    **dict.fromkeys(FIRST_TOKENS.values(), FIRST_TOKEN_LEGEND),
+    "per token": "Per token: one decode step (TPOT).",
+    "80 %": "80 %: how far off that may be in 4 of 5 cases.",
+    **dict.fromkeys(("exposed", "share"), "Exposed: waiting for communication in a decode step; share: of that step."),
+    "tokens/s": "Tokens/s: of a whole generation, prefill included.",
+    "break-even": "Break-even: an all-reduce must take longer than this for the recipe to pay in decoding.",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class ComparisonReport:
         table = _fitting(None, columns, dropped, rows, console, options)
         if table is not None:
             yield table
-            yield Text(legend(every), style="dim")
+            yield Text(legend([str(column.header) for column in table.columns]), style="dim")
             yield Text()
             title, spent = "One pass of one rank", _times(c.predictions)
             if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
@@ -89,9 +92,9 @@ def columns_of(predictions: Sequence[Prediction]) -> list[str]:
     return [column for column in COLUMNS if column in known or column not in FIRST_TOKENS.values()]
 
 
-def legend(predictions: Sequence[Prediction]) -> str:
-    """The meanings of the columns."""
-    return f"{FIRST_TOKEN_LEGEND} {LEGEND}" if any(p.time_to_first_token for p in predictions) else LEGEND
+def legend(columns: Sequence[str]) -> str:
+    """The meanings of those of COLUMNS that are shown."""
+    return " ".join(dict.fromkeys(LEGEND[column] for column in columns if column in LEGEND))
 
 
 def cells(p: Prediction) -> dict[str, str]:
@@ -256,7 +259,7 @@ def predict_page(
         "predict.html.j2", title=f"{model_name(comparison)}: what recipes gain on {comparison.fabric}",
         comparison=comparison,
         setting=setting(comparison), modelled=(mark, why), headline=headline(predictions),
-        columns=columns, legend=legend(predictions),
+        columns=columns, legend=legend(columns),
         speeds=[(p.recipe, [cells(p)[column] for column in columns]) for p in predictions],
         passes=passes if predictions else (),
         points=points, pareto=pareto(comparison.pareto), validation=validation, validated=VALIDATED,

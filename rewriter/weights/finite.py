@@ -122,8 +122,10 @@ def refuse(broken: Iterable[NotFinite], watched: Watched) -> None:
 
 
 def check_finite(checkpoint: Checkpoint, names: Watched) -> None:
-    """Read all files. Raises RewriterError for the first of the tensors `names` that is not finite."""
+    """Read the files that hold the tensors `names`. Raises RewriterError for the first that is not finite."""
     for path, header in checkpoint.headers.items():
+        if names.keys().isdisjoint(header.tensors):
+            continue
         broken: list[NotFinite] = []
         for _ in checked_pieces(path, header, broken):
             refuse(broken, names)

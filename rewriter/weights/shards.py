@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import FLOATS, TORCH_DTYPES, Checkpoint, mixed_dtypes, torch_dtype
 from rewriter.weights.expressions import Expression, Slice, evaluate, is_dequantized
-from rewriter.weights.finite import Pieces, Watched, first_broken, not_finite
+from rewriter.weights.finite import Pieces, Watched, check_finite, first_broken, not_finite
 from rewriter.weights.header import BITS, encode_header
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def shard_pieces(
 ) -> Pieces:
     """The bytes of a shard. What is read of the checkpoint leaves memory with each piece.
 
-    Raises RewriterError for the first number that is not finite of a tensor made of `watched` ones.
+    Raises RewriterError for the first number that is not finite of a tensor made of `watched` ones: where the
+    checkpoint holds it.
     """
     import torch
 
@@ -99,6 +100,7 @@ def shard_pieces(
         for part in _parts(item.expression, item.shape, limit):
             values = _values(checkpoint, part, item.dtype)
             if looks and (place := first_broken(values)) is not None:
+                check_finite(checkpoint, {name: watched[name] for name in item.expression.tensors() if name in watched})
                 value = float(checkpoint.evaluate(part).reshape(-1)[place])
                 raise _beyond(checkpoint, item, done + place, value)
             yield memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -51,8 +51,7 @@ def spoil(model: Path, value: float, dtype: torch.dtype = torch.bfloat16, name: 
 def test_it_is_refused_while_it_streams(model: Path, capsys: Capture, value: float, said: str, more: list[str]) -> None:
     where = spoil(model, value)
     message = refused(capsys, "m", "--recipe", "ladder", "--out", "out", "--verify", "none", *more)
-    kind = "" if "--dtype" in more else " (BF16)"
-    assert message.startswith(f"m/model.safetensors: {where} is {said}{kind}, and a model computes nothing with that")
+    assert message.startswith(f"m/model.safetensors: {where} is {said} (BF16), and a model computes nothing with that")
 
 
 def test_a_number_beyond_fp16(model: Path, capsys: Capture) -> None:
@@ -128,8 +127,8 @@ def test_codes_and_scales_of_quantized_weights(tmp_path: Path, kind: str, part: 
     broken = tensors[name] if tensors[name].dtype == torch.float32 else tensors[name].view(torch.uint8)
     broken.view(-1)[3] = code
     save_file(tensors, file, {"format": "pt"})
-    for dequantize, said in ((False, rf"{name}\[.*\] is NaN"), (True, r"\[.*\] is (NaN|-?infinity), and")):
-        with pytest.raises(RewriterError, match=said):
+    for dequantize in (False, True):
+        with pytest.raises(RewriterError, match=rf"{name}\[.*\] is NaN"):
             convert(
                 tmp_path / "m",
                 "ladder",

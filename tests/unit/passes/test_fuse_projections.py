@@ -14,6 +14,7 @@ from programs import PASSES, tensor_parallel, traced, weights
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Program
 from rewriter.ir.simulate import load_weights, simulate, whole_parameter
+from rewriter.passes.fuse_projections import fused_name
 from rewriter.tracing import trace
 
 
@@ -114,3 +115,11 @@ def test_the_order_of_passes_is_checked() -> None:
     scheduled = sharded("llama", 2, ("ladder", {}), ("overlap", {}))
     with pytest.raises(RewriterError, match="Put overlap after it"):
         PASSES["fuse_projections"]().apply(scheduled)
+
+
+def test_items_of_lists_are_named_after_them() -> None:
+    """Adapters of zamba2's queries, keys and values are linear_q_adapter_list.0.0 and so on."""
+    assert fused_name(["a.q_proj", "a.k_proj", "a.v_proj"], []) == "a.qkv_proj"
+    assert fused_name(["a.q_list.0.1", "a.k_list.0.1"], []) == "a.q_list_0_1_k_list_0_1"
+    assert fused_name(["0", "1"], []) == "item_0_item_1"
+    assert fused_name(["a.gate_proj", "b.up_proj"], ["gate_up_proj"]) == "gate_up_proj_2"
