@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Group
+from torch import nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
@@ -86,7 +87,8 @@ def inspect(
     loaded = with_length(load_recipe(recipe), tokens) if recipe is not None else None
     trust_remote_code = context.trust_remote_code
     config = load_config(model, trust_remote_code)
-    original = trace_skeleton(build_skeleton(config, trust_remote_code), remote_code=trust_remote_code)
+    skeleton = build_skeleton(config, trust_remote_code)
+    original = trace_skeleton(skeleton, remote_code=trust_remote_code)
     # plain tensor parallelism, with which a recipe is compared
     standard = TensorParallel().apply(original.with_(mesh={"tp": tp}, origin=original)) if tp > 1 else original
     after, rules = _applied(original, standard, loaded, tp, sp)
@@ -100,6 +102,7 @@ def inspect(
             "architecture": original.source.architecture,
             "layers": original.source.num_layers,
             "parameters": sum(math.prod(p.shape) for p in original.parameters.values()),
+            "beside_text": _beside_text(skeleton.model, original),
             "dtype": declared_dtype(original.source.config) or "float32",
         },
         "mesh": dict(after.mesh),
@@ -124,6 +127,23 @@ def inspect(
         "rules": rules,
     }
     return Inspection(data, after)
+
+
+def _beside_text(model: nn.Module, program: Program) -> dict[str, int]:
+    """Parameters of what text does not use (towers, projectors), by the outermost module that holds nothing else."""
+    used = {path for name in program.parameters for path in _paths(name)}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if name not in used and name not in program.ties:
+            outermost = next(path for path in _paths(name) if path not in used)
+            sizes[outermost] = sizes.get(outermost, 0) + parameter.numel()
+    return sizes
+
+
+def _paths(name: str) -> list[str]:
+    """`a.b.weight` as a, a.b and a.b.weight."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _applied(

@@ -39,7 +39,7 @@ def tables(data: Mapping[str, Any]) -> Group:
     parts.append(_memory(data["memory"], data["mesh"]))
     if data["rules"]:
         words = {"rule": "rule", "reason": "reason"}
-        parts.append(_entries("Rules that did not fire", words, data["rules"]))
+        parts.append(_entries("Where rules did not fire", words, data["rules"]))
     return Group(*[item for part in parts for item in (part, Text())])
 
 
@@ -49,9 +49,13 @@ def _header(data: Mapping[str, Any]) -> Text:
     over_tokens = f"tokens over {sequence} × " if sequence > 1 else ""
     where = f"{over_tokens}{ranks} rank{'s'[: ranks > 1]}" if ranks * sequence > 1 else "one device"
     recipe = data["recipe"] or ("tensor parallelism" if ranks > 1 else "as it is")
+    beside = model["beside_text"]
+    names = [*beside][:4] + [f"{len(beside) - 4} others"] * (len(beside) > 4)
+    more = f" beside {amount(sum(beside.values()))} that text does not use ({', '.join(names)})" if beside else ""
     return Text.from_markup(
         f"[bold]{escape(model['name'])}[/]  {escape(model['architecture'])}, {model['layers']} layers, "
-        f"{amount(model['parameters'])} parameters, {escape(model['dtype'])}, {where}, recipe: {escape(recipe)}"
+        f"{amount(model['parameters'])} parameters{escape(more)}, "
+        f"{escape(model['dtype'])}, {where}, recipe: {escape(recipe)}"
     )
 
 

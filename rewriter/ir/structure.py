@@ -162,7 +162,7 @@ class Source:
     checkpoint (what quantized ones stand for) that no parameter is made of. `by_length`: what a token computes depends
     on the length of its call (rotary scaling), and `renewed_after` says after how many tokens generation computes what
     it has cached anew, if ever. `joined`: behind so many of the first layers the model adds features of images, which a
-    trace of text does not see.
+    trace of text does not see. `own_cache`: the model's own class that keeps keys and values, and may drop some.
     """
 
     path: str | None
@@ -186,6 +186,7 @@ class Source:
     by_length: bool = False
     renewed_after: int | None = None
     joined: int = 0
+    own_cache: str | None = None
 
     def alike(self, layer: int, other: int) -> bool:
         """True if two layers are of one class and were traced without the same arguments."""

@@ -30,6 +30,7 @@ from rewriter.tracing.mixer_functions import lifted_mixers
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
+from rewriter.tracing.token_mixing import own_cache
 from rewriter.tracing.wiring import layer_signature
 from rewriter.tracing.written_experts import written_experts
 from rewriter.tracing.written_mixers import written_mixers
@@ -154,6 +155,7 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         by_length=by_length(model),
         renewed_after=renewed_after(model),
         joined=joined_layers(model, skeleton.layers_path),
+        own_cache=own_cache(model),
     )
 
 

@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import image_models
 import pytest
+import torch
 import zoo
 from repository import ROOT
 from rich.console import Console
-from transformers import LlamaConfig
+from transformers import AutoModelForImageTextToText, LlamaConfig
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
@@ -79,6 +81,27 @@ def test_memory_is_that_of_a_rank() -> None:
     assert one["logits_per_token"] == two["logits_per_token"] == 256 * 4
 
 
+def test_what_text_does_not_use_is_named() -> None:
+    config = image_models.config("gemma3")
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    found = inspect(config, "ladder", 2)
+    described = found.data["model"]
+    assert described["beside_text"] == {
+        f"model.{name}": sum(p.numel() for p in model.model.get_submodule(name).parameters())
+        for name in ("vision_tower", "multi_modal_projector")
+    }
+    assert described["parameters"] + sum(described["beside_text"].values()) == model.num_parameters()
+    assert "text does not use (model.vision_tower, model.multi_modal_projector)" in printed(found)
+    assert data("llama")["model"]["beside_text"] == {}
+
+
+def printed(inspection: Any, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(inspection)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_rules_that_did_not_fire_say_why() -> None:
     rules = {(r["rule"], r["reason"]) for r in data("qwen2", "ladder-upper-half")["rules"]}
     text = "\n".join(f"{rule}: {reason}" for rule, reason in rules)
@@ -104,9 +127,7 @@ def test_a_bare_config_prints_as_tables_with_alike_layers_folded(tmp_path: Path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(zoo.config("llama").to_dict() | {"num_hidden_layers": 12, "dtype": "bfloat16"}))
     inspection = inspect(file, "ladder-upper-half", 2)
-    console = Console(width=100, file=io.StringIO())
-    console.print(inspection)
-    text = console.file.getvalue()
+    text = printed(inspection, 100)
     assert "6–10 ×5" in text
     assert "1–4 ×4" in text
     assert "x after attention i-1 (stale: misses mlp i-1)" in text
@@ -269,11 +290,9 @@ def test_plans_that_heads_forbid_are_named() -> None:
 
 
 def test_the_table_says_what_the_json_says() -> None:
-    console = Console(width=220, file=io.StringIO(), force_terminal=False)
     inspection = inspect(zoo.config("qwen3"), "ring-attention", 1, sp=3, tokens=500)
-    console.print(inspection)
     found = inspection.data["sequence"]
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = printed(inspection, 220)
     assert "tokens over 3 × 1 rank, recipe: ring-attention" in text
     assert "Attention over 3 ranks, 500 tokens" in text
     assert "Chosen: ring 1×3×1" in text
@@ -333,9 +352,7 @@ def test_both_phases_have_their_sums() -> None:
 
 def test_both_phases_are_shown() -> None:
     inspection = inspect(zoo.config("llama"), of_passes(PASSES), 2)
-    console = Console(width=120, file=io.StringIO())
-    console.print(inspection)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = printed(inspection, 120)
     shown = text[text.index("Rewired tokens") : text.index("of the embedding")]
     assert "\n".join(line.rstrip() for line in shown.splitlines()) == BOTH_PHASES
     plan = inspection.plan

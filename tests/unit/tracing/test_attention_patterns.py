@@ -14,7 +14,7 @@ import zoo
 from oracles import relative_error
 from programs import tensor_parallel
 from torch import fx, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, cache_utils
 
 from rewriter.check.coverage.configs import small_config
 from rewriter.common.errors import RewriterError
@@ -393,3 +393,16 @@ def test_a_program_that_counts_its_tokens_itself_is_not_emitted_for_the_runtime(
     positions.replace_all_uses_with(counted)
     with pytest.raises(RewriterError, match="numbers the tokens of a call itself"):
         emit_runtime_module(program.with_(graph=graph))
+
+
+@pytest.mark.tracer
+def test_a_model_with_a_cache_of_its_own_is_not_emitted_for_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlimited OCR's drops what was generated long ago, which a forward without a cache sees."""
+
+    class OwnLayer(cache_utils.DynamicSlidingWindowLayer):
+        pass
+
+    emit_runtime_module(trace(zoo.config("gemma2")))
+    monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "sliding_attention", OwnLayer)
+    with pytest.raises(RewriterError, match=r"keys and values by OwnLayer, a class of its own.* no output is written"):
+        emit_runtime_module(trace(zoo.config("gemma2")))
