@@ -40,7 +40,7 @@ from rewriter.emit.python_source import UniqueNames, broken
 from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes, ops
 from rewriter.ir.communication import local_values
 from rewriter.ir.marks import in_stream, layer_of, marks, stream_index
-from rewriter.ir.op_semantics import aten, function_of
+from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.ir.phases import REWIRED
 from rewriter.ir.residual import computes, is_add, is_scaling, residual_blocks
 
@@ -278,7 +278,7 @@ class _HuggingFaceLayers:
             text = self._as(source, "total" if node.target is ops.all_reduce else "same")
         elif form != "same" and _is_linear(node):
             text = " + ".join(self._as(n, form) for n in args_of(node)) if is_add(node) else self._scaled(node)
-        elif form == "same":
+        elif form == "same" or kind_of(node) == "cast":  # which is of every rank's part what it is of the whole
             text = self._expression(node, self._operands(node))
         else:
             raise RewriterError(f"{node.name}: {node.target} of a value that differs by rank cannot be printed")

@@ -1,0 +1,44 @@
+"""Rewrites of the residual stream around recurrent mixers: what a conversion writes equals its reference, or a sentence
+says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hybrids
+import pytest
+
+from rewriter.api import convert
+from rewriter.check.random_model import save_model
+from rewriter.common.errors import RewriterError
+
+RECIPES = ("ladder", "desync-2x", "ladder-own-partial", "ladder-int8", "tensor-parallel-int8")
+INSIDE = "reduces over the ranks inside"
+APART = "its 2 ranks cannot run on one device"
+STREAM = "no residual stream"  # outputs of layers are normed
+REFUSED = {
+    **dict.fromkeys([("zamba", "desync-2x"), ("zamba2", "desync-2x")], INSIDE),
+    **dict.fromkeys([("mamba", "desync-2x"), ("falcon_mamba", "desync-2x")], INSIDE),
+    ("jamba", "desync-2x"): APART,
+    **{(name, "ladder-own-partial"): INSIDE for name in ("bamba", "zamba", "zamba2", "olmo_hybrid", "mamba")},
+    **{(name, "ladder-own-partial"): INSIDE for name in ("granitemoehybrid", "falcon_mamba", "jamba")},
+    **{(name, "ladder-own-partial"): APART for name in ("bailing_hybrid", "kimi_linear", "falcon_h1")},
+    **{("minimax", name): STREAM for name in RECIPES[:4]},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", [*hybrids.TYPES, *hybrids.OTHERS])
+@pytest.mark.fast("mamba2-desync-2x")
+def test_a_conversion_equals_its_reference(name: str, recipe: str, tmp_path: Path) -> None:
+    model = hybrids.model(name)
+    save_model(model, model.config, tmp_path / "source")
+    if reason := REFUSED.get((name, recipe)):
+        with pytest.raises(RewriterError, match=reason):
+            convert(tmp_path / "source", recipe, out=tmp_path / "out", tp=2)
+        return
+    convert(tmp_path / "source", recipe, out=tmp_path / "out", tp=2)
+    checks = json.loads((tmp_path / "out" / "rewrite.json").read_text())["verification"]["checks"]
+    assert "rewritten = " in str([check["name"] for check in checks])
+    assert all(check["error"] <= check["limit"] for check in checks)
