@@ -14,7 +14,7 @@ logits, never wrong ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -228,10 +228,10 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not self._among((*args, *kwargs.values())):
+            return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tokens = [self._token(leaf) for leaf in leaves]
-        if not any(tokens):
-            return func(*args, **kwargs)
         name = _name(func)
         if name in _ADDS and (made := self._add(func, args, kwargs)) is not None:
             return made
@@ -316,6 +316,14 @@ class Watch(TorchFunctionMode):
 
     def _token(self, leaf: Any) -> _Token | None:
         return self._tokens.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+
+    def _among(self, values: Iterable[Any]) -> bool:
+        """True if a token is among arguments, or inside of their lists, tuples and mappings."""
+        for value in values:
+            inside = value.values() if isinstance(value, dict) else value
+            if id(value) in self._tokens or (isinstance(value, (list, tuple, dict)) and self._among(inside)):
+                return True
+        return False
 
     def _place(self) -> str:
         return f"layer {self.layer}, {type(self._inside[-1]).__name__}" if self._inside else "the model's own code"

@@ -36,8 +36,8 @@ CASES: Mapping[str, tuple[str, SequencePlan, int, int, bool]] = {
     "attention2d-dp-fsdp": ("llama_tied", SequencePlan("attention2d", (1, 1, 2)), 1, 2, True),
     "attention2d-tp-fsdp": ("llama_mha_bias", SequencePlan("attention2d", (1, 2, 1)), 2, 1, True),
 }
-# Their plans, degrees and FSDP2 occur in the other cases too.
-SLOW = {"attention2d", "ring", "attention2d-tp-fsdp"}
+# Their plans, degrees and FSDP2 occur in the other cases too, their masks in test_sequence_attention.
+SLOW = {"attention2d", "attention2d-sinks-tp", "attention2d-chunks", "ring", "attention2d-tp-fsdp"}
 EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 
 

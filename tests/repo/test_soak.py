@@ -224,20 +224,22 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(ran.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["soak.kills", "soak.disks"])
-@pytest.mark.fast("soak.disks")
 def test_what_is_struck_is_resumed_or_started_over_to_the_same_files(struck: dict[str, Any], module: str) -> None:
     count, failures = struck[f"{module} False False"]
     assert failures == []
     assert count >= 15
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_loses_a_file_is_found(struck: dict[str, Any]) -> None:
     failures = struck["soak.kills True False"][1]
     assert failures
     assert all("not as undisturbed: out/b" in failure for failure in failures)
 
 
+@pytest.mark.slow
 def test_a_failing_disk_that_ends_in_a_traceback_is_found(struck: dict[str, Any]) -> None:
     assert any("0 errors in place of one" in failure for failure in struck["soak.disks False True"][1])
 

@@ -402,7 +402,6 @@ def test_a_model_with_a_cache_of_its_own_is_not_emitted_for_the_runtime(monkeypa
     class OwnLayer(cache_utils.DynamicSlidingWindowLayer):
         pass
 
-    emit_runtime_module(trace(zoo.config("gemma2")))
     monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "sliding_attention", OwnLayer)
     with pytest.raises(RewriterError, match=r"keys and values by OwnLayer, a class of its own.* no output is written"):
         emit_runtime_module(trace(zoo.config("gemma2")))
