@@ -22,7 +22,7 @@ def check(family: str, seed: int, mixes: int) -> None:
 
 @pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("family", draws.ALL_FAMILIES[::2])
-@pytest.mark.fast("llama-0", "qwen3_moe-0")
+@pytest.mark.fast("qwen3_moe-0")
 def test_random_mixes_of_random_architectures_equal_the_reference(family: str, seed: int) -> None:
     check(family, seed, mixes=3)
 
@@ -47,7 +47,7 @@ def test_what_follows_a_desynced_layer_starts_drained_also_after_a_block_that_re
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("gpt2", 4), ("gemma2", 2), ("granite", 2)])
-@pytest.mark.fast("gemma2-2", "llama-1")
+@pytest.mark.fast("gemma2-2")
 def test_adapted_checkpoints_write_with_a_cache_what_the_reference_gives(
     family: str, ranks: int, tmp_path: Path
 ) -> None:

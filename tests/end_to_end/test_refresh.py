@@ -127,6 +127,7 @@ def test_a_second_time_it_changes_nothing_but_says_so(once: Path, tmp_path: Path
     assert len(read_manifest(out).refreshed) == 2
 
 
+@pytest.mark.slow
 def test_edits_of_code_are_kept_beside_it_and_those_of_the_config_in_it(once: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(once, tmp_path / "out"))
     code, config = out / read_manifest(out).adapted.modeling, out / "config.json"

@@ -77,6 +77,7 @@ def model_of(model_type: str) -> Any:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("model_type", list(CONFIGS))
+@pytest.mark.fast(*(f"{model_type}-{ranks}" for model_type in ("gpt_oss", "llama4_text") for ranks in (1, 2, 4)))
 def test_traces_and_their_splits_equal_the_eager_model(model_type: str, ranks: int) -> None:
     model = model_of(model_type)
     program = applied(traced(model_type).with_(mesh={"tp": ranks}), ("tensor_parallel", {}))

@@ -85,6 +85,7 @@ def test_inductor_compiles_a_training_step():
     assert train_both_ways(None, "inductor") == (2, {})
 
 
+@pytest.mark.slow
 def test_the_step_of_one_rank_is_one_graph_for_every_prompt():
     plain, model = build(None, reference.weights()), build(None, reference.weights())
     compile_segments(model, backend="eager")

@@ -63,6 +63,7 @@ def batch(length: int, rows: int = 2) -> torch.Tensor:
 # What is written
 
 
+@pytest.mark.slow
 def test_the_output_says_how_tokens_lie_on_ranks(grid: Path) -> None:
     manifest = read_manifest(grid)
     assert manifest.mesh == {"tp": 1, "sp": 4}
@@ -203,6 +204,7 @@ def on_lines(group: Any, block: str, directory: str, ids: torch.Tensor) -> dict[
     return {"loss": loss, "trained": trained, "logits": logits, "local": names["own"].shape[1]}
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_page_for_ranks(grid: Path, original: PreTrainedModel) -> None:
     page = (ROOT / "docs/howto/long-sequences.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -66,7 +66,7 @@ def casts_of(program: Program) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", MIXED)
 @pytest.mark.parametrize("materialize", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.fast("False-the head in fp32", "False-norms in fp32")
+@pytest.mark.fast("False-norms in fp32")
 def test_ranks_compute_in_one_dtype(case: str, materialize: bool, tmp_path: Path) -> None:
     dtype, declared, computed = MIXED[case]
     path = source(tmp_path / "source", dtype, declared)
@@ -112,7 +112,7 @@ def test_parts_of_one_parameter_may_be_stored_in_several_dtypes(tmp_path: Path, 
         assert relative_error(found.float(), right.float()) <= 3e-2
 
 
-@pytest.mark.parametrize("all_in_16_bits", [False, True])
+@pytest.mark.parametrize("all_in_16_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_router_that_its_class_makes_in_fp32_stays_so(tmp_path: Path, all_in_16_bits: bool) -> None:
     """transformers casts what the router is given for it, which a trace with all weights in 16 bits does not show."""
     model = AutoModelForCausalLM.from_config(small_config("hunyuan_v1_moe"), dtype=FP32)

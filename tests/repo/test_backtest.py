@@ -90,6 +90,7 @@ def test_a_file_that_lacks_something_is_refused(
         backtest.read_published()
 
 
+@pytest.mark.slow
 def test_points_of_each_kind_are_predicted(
     backtest: ModuleType, published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,8 +58,8 @@ PLANS = {
     ]
     for ranks, grids in GRIDS.items()
 }
-# 4 × 4 ranks do nothing that 2 × 2, 2 × 3 and 2 × 2 × 2 do not; eight processes are many for two cores.
-RANKS = [pytest.param(ranks, marks=[pytest.mark.slow] * (ranks >= 8)) for ranks in PLANS]
+# 4 × 4 ranks do nothing that 2 × 2, 2 × 3 and 2 × 2 × 2 do not; six processes are many for two cores.
+RANKS = [pytest.param(ranks, marks=[pytest.mark.slow] * (ranks > 4)) for ranks in PLANS]
 HEADS = [(16, 16), (16, 4), (9, 3)]
 
 

@@ -306,6 +306,7 @@ def test_an_inverted_mask_does_not_heal(tmp_path: Path, monkeypatch: pytest.Monk
     assert after > 0.75 * before or exact > 0.4 * before
 
 
+@pytest.mark.slow
 def test_a_resumed_run_sees_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rewriter.adapt.loop import AdaptTrainer, read_metrics
 
@@ -423,6 +424,7 @@ def test_the_original_reads_the_keys_of_the_prompt() -> None:
     assert abs(handed - own) > 1e-2
 
 
+@pytest.mark.slow
 def test_files_that_prompt_weights_leave_as_they_were_are_links(tmp_path: Path) -> None:
     source = split_over_files(adapted.directory("prompt-ladder"), tmp_path / "source")
     fit(source, tmp_path / "out", link=True)

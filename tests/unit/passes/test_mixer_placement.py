@@ -37,7 +37,7 @@ def error_of(program: Program, model: PreTrainedModel) -> float:
 
 
 @pytest.mark.parametrize("name", [*hybrids.TYPES, "minimax", "recurrent_gemma", "zamba"])
-@pytest.mark.fast("nemotron_h", "falcon_h1", "zamba")
+@pytest.mark.fast("nemotron_h", "falcon_h1")
 def test_ranks_share_nearly_all_parameters_of_layers(name: str) -> None:
     sharded = tensor_parallel(hybrids.traced(name), 2)
     shared = shared_parameters(sharded, 2)

@@ -138,6 +138,7 @@ def test_the_cut_is_paid_once_by_mixes_that_need_it() -> None:
 # --- what is found ---
 
 
+@pytest.mark.slow
 def test_a_search_rewires_the_prompt_where_all_tokens_would_cost_too_much(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_slots_that_two_layers_share_are_seen():
     assert generate(model, PROMPTS, COUNT) != expected(PROMPTS)
 
 
+@pytest.mark.slow
 def test_layers_with_several_states_share_their_graphs():
     model, wanted = runtime_mixers.build(), expected(PROMPTS)
     slots = {part.path: part.slots for part in segments_of(model)}
