@@ -56,7 +56,7 @@ def save(model_type: str, directory: Path) -> Any:
 traced = functools.cache(trace)
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=["glm4_moe", pytest.param("apertus", marks=pytest.mark.slow)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     directory = tmp_path_factory.mktemp(request.param) / "source"
     return save(request.param, directory), directory

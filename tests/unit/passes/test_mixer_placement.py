@@ -90,6 +90,11 @@ def exchanged(program: Program, parameter: str) -> Program:
         ("zamba", "model.layers.2.mamba_decoder.mamba.x_proj_weight"),
     ],
 )
+@pytest.mark.fast(
+    "nemotron_h-model.layers.0.mixer.in_proj.weight",
+    "nemotron_h-model.layers.0.mixer.conv1d.weight",
+    "lfm2_moe-model.layers.0.conv.in_proj.weight",
+)
 def test_an_exchanged_part_of_a_parameter_shows(name: str, parameter: str) -> None:
     sharded = tensor_parallel(hybrids.traced(name), 2)
     assert error(sharded, name) <= 1e-4

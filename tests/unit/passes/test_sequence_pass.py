@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "dbrx": ({}, r"transformer.blocks.0.ffn stays the source's own module \(DbrxFFN\)"),
     "llama4_text": ({}, "model.layers.3.self_attn: aten.arange numbers the tokens of a call from 0"),  # temperatures
 }
-SLOW = ("qwen3_next", "dbrx", "llama4_text", "deepseek_v32")
+SLOW = ("qwen3_next", "dbrx", "llama4_text", "deepseek_v32", "trocr", "xlstm", "jetmoe")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in REFUSED])

@@ -245,6 +245,7 @@ BIASES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], li
 
 
 @pytest.mark.parametrize(("bias", "slopes"), BIASES.values(), ids=BIASES)
+@pytest.mark.fast("by key", "shifted by query", "steps that stop", "computed in the model's dtype")
 def test_a_bias_is_a_slope_where_every_key_adds_the_same(bias: Any, slopes: list[float] | None) -> None:
     def spell(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
         places = torch.arange(q.shape[2], device=q.device)
