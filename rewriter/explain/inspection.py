@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -130,12 +131,13 @@ def inspect(
 
 
 def _beside_text(model: nn.Module, program: Program) -> dict[str, int]:
-    """Parameters of what text does not use (towers, projectors), by the outermost module that holds nothing else."""
+    """Parameters of what a forward on text does not use (towers, projectors), by the outermost module that holds
+    nothing else; those of several layers together."""
     used = {path for name in program.parameters for path in _paths(name)}
     sizes: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if name not in used and name not in program.ties:
-            outermost = next(path for path in _paths(name) if path not in used)
+            outermost = re.sub(r"\.\d+\.", ".*.", next(path for path in _paths(name) if path not in used))
             sizes[outermost] = sizes.get(outermost, 0) + parameter.numel()
     return sizes
 

@@ -50,8 +50,9 @@ def _header(data: Mapping[str, Any]) -> Text:
     where = f"{over_tokens}{ranks} rank{'s'[: ranks > 1]}" if ranks * sequence > 1 else "one device"
     recipe = data["recipe"] or ("tensor parallelism" if ranks > 1 else "as it is")
     beside = model["beside_text"]
-    names = [*beside][:4] + [f"{len(beside) - 4} others"] * (len(beside) > 4)
-    more = f" beside {amount(sum(beside.values()))} that text does not use ({', '.join(names)})" if beside else ""
+    names = [*beside] if len(beside) <= 5 else [*[*beside][:4], f"{len(beside) - 4} others"]
+    unused = f"{amount(sum(beside.values()))} that a forward on text does not use ({', '.join(names)})"
+    more = f" beside {unused}" if beside else ""
     return Text.from_markup(
         f"[bold]{escape(model['name'])}[/]  {escape(model['architecture'])}, {model['layers']} layers, "
         f"{amount(model['parameters'])} parameters{escape(more)}, "

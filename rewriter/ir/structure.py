@@ -162,7 +162,7 @@ class Source:
     checkpoint (what quantized ones stand for) that no parameter is made of. `by_length`: what a token computes depends
     on the length of its call (rotary scaling), and `renewed_after` says after how many tokens generation computes what
     it has cached anew, if ever. `joined`: behind so many of the first layers the model adds features of images, which a
-    trace of text does not see. `own_cache`: the model's own class that keeps keys and values, and may drop some.
+    trace of text does not see. `own_cache`: the model's own class that keeps keys and values, and may forget some.
     """
 
     path: str | None

@@ -74,8 +74,9 @@ class ComparisonReport:
             if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
                 yield passes
         else:
-            for prediction in (*c.predictions, *c.baselines):
+            for prediction in every:
                 yield _card(prediction)
+            yield Text(legend(columns), style="dim")
         if self.pareto:
             yield Text()
             yield _pareto(c.pareto)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import fx
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.tokenizer_code import own_code
@@ -29,8 +29,8 @@ from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.mixer_functions import lifted_mixers
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
+from rewriter.tracing.shrink import text_config
 from rewriter.tracing.stream_wiring import wire
-from rewriter.tracing.token_mixing import own_cache
 from rewriter.tracing.wiring import layer_signature
 from rewriter.tracing.written_experts import written_experts
 from rewriter.tracing.written_mixers import written_mixers
@@ -155,8 +155,21 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         by_length=by_length(model),
         renewed_after=renewed_after(model),
         joined=joined_layers(model, skeleton.layers_path),
-        own_cache=own_cache(model),
+        own_cache=_own_cache(model),
     )
+
+
+def _own_cache(model: PreTrainedModel) -> str | None:
+    """The first class by which `model` itself keeps keys and values of some layers; None where transformers' do.
+
+    Such a cache may forget what a forward without a cache sees: Unlimited OCR's keeps the prompt and a window of what
+    was generated. A model's module enters its classes in transformers' table by their layer type.
+    """
+    for kind in getattr(text_config(model.config), "layer_types", None) or ():
+        made = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.get(kind)
+        if made is not None and made.__module__ != cache_utils.__name__:
+            return str(made.__name__)
+    return None
 
 
 def _open_checkpoint(model: Any) -> Checkpoint | None:

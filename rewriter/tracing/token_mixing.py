@@ -1,15 +1,13 @@
-"""Tokens that are combined otherwise than by attention over all that the mask allows, or by a recurrent mixer."""
+"""Bodies that combine tokens by plain operators, outside of attention and of the operators of recurrent mixers."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
-from transformers import PreTrainedModel, cache_utils
 
 from rewriter.ir import Body, args_of
 from rewriter.ir.labels import dynamic, value_of
 from rewriter.ir.op_semantics import dims_of, operator_of
-from rewriter.tracing.shrink import text_config
 
 # kinds of operators that combine or move elements along the dimensions that they name
 _ALONG = ("shift", "piece", "join", "scan", "reduction", "lookup", "difference")
@@ -23,19 +21,6 @@ def mixing_operator(body: Body) -> str | None:
     for node in body.graph.nodes:
         if node.op == "call_function" and _mixes(node):
             return str(node.target)
-    return None
-
-
-def own_cache(model: PreTrainedModel) -> str | None:
-    """The first class by which `model` itself keeps keys and values of some layers; None where transformers' do.
-
-    Such a cache may drop what a forward without a cache sees: Unlimited OCR's keeps the prompt and a window of what was
-    generated. A model's module enters its classes in transformers' table by their layer type.
-    """
-    for kind in getattr(text_config(model.config), "layer_types", None) or ():
-        made = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.get(kind)
-        if made is not None and made.__module__ != cache_utils.__name__:
-            return str(made.__name__)
     return None
 
 

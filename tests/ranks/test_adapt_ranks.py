@@ -95,6 +95,7 @@ def assert_same_training(result: Path, expected: Path) -> None:
 TWO: list[Case] = [
     ("ladder", {"zero": "3"}),
     ("desync", {"tp": 2}),
+    ("mixtral", {"ep": 2}),
 ]
 SHARED = ("method", "train", "lora", "base")
 """Options that change what is learned."""
@@ -117,9 +118,10 @@ def two() -> tuple[Path, list[Gathered]]:
     return out, run_ranks(of_two, 2, files(TWO), out)
 
 
-@pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp"])
+@pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp", "ep"])
 def test_two_ranks_train_as_one_device(index: int, two: tuple[Path, list[Gathered]]) -> None:
-    """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, which one device computes too."""
+    """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, which one device computes too;
+    expert-parallel."""
     name, options = TWO[index]
     assert_same_training(two[0] / str(index), alone(name, **learned(options)))
 
@@ -130,7 +132,6 @@ MORE_OF_TWO: list[Case] = [
     ("ladder", {"zero": "2"}),
     ("desync", {"zero": "3"}),
     ("ladder", {"sp": 2}),
-    ("mixtral", {"ep": 2}),
     ("mixtral", {"tp": 2}),
     ("ladder", {"tp": 2, "method": "distill"}),
     ("ladder", {"zero": "3", "method": "distill"}),

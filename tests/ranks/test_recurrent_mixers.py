@@ -78,7 +78,7 @@ def check_tokens(name, ranks, count, ways=WAYS):
             assert tokens == expected, way
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
 def test_greedy_tokens_are_those_of_transformers(name):
     check_tokens(name, 2, 16, ("eager", "chunks"))
 

@@ -278,7 +278,7 @@ class _HuggingFaceLayers:
             text = self._as(source, "total" if node.target is ops.all_reduce else "same")
         elif form != "same" and _is_linear(node):
             text = " + ".join(self._as(n, form) for n in args_of(node)) if is_add(node) else self._scaled(node)
-        elif form == "same" or kind_of(node) == "cast":  # which is of every rank's part what it is of the whole
+        elif form == "same" or (form == "per_rank" and kind_of(node) == "cast"):  # which acts on each rank's part
             text = self._expression(node, self._operands(node))
         else:
             raise RewriterError(f"{node.name}: {node.target} of a value that differs by rank cannot be printed")

@@ -49,7 +49,7 @@ def emit_runtime_module(program: Program) -> str:
 
 def _require_held(program: Program) -> None:
     if (kept := program.source.own_cache) is not None:
-        raise _not_held(f"the model keeps keys and values by {kept}, a class of its own, which may drop some")
+        raise _not_held(f"the model keeps keys and values by {kept}, a class of its own, which may forget some")
     if (where := counts_tokens(program)) is not None:
         raise _not_held(f"{where}, from 0, which is right without a key/value cache only")
     inside = [module.graph for _, module in walk_modules(program.modules) if isinstance(module, Body)]

@@ -92,7 +92,7 @@ def test_what_text_does_not_use_is_named() -> None:
         for name in ("vision_tower", "multi_modal_projector")
     }
     assert described["parameters"] + sum(described["beside_text"].values()) == model.num_parameters()
-    assert "text does not use (model.vision_tower, model.multi_modal_projector)" in printed(found)
+    assert "forward on text does not use (model.vision_tower, model.multi_modal_projector)" in printed(found)
     assert data("llama")["model"]["beside_text"] == {}
 
 

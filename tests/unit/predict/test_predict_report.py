@@ -64,6 +64,9 @@ def test_a_row_per_recipe_says_what_it_gains(width: int) -> None:
     assert (duration(p.prefill.seconds) in row, "18.40 GB" in row) == (width >= 100, width >= 100)
     assert any("prefill" in line and duration(p.prefill.seconds) in line for line in lines)
     assert percent(p.exposed_communication_seconds_per_token, p.seconds_per_token) in row
+    assert any(line.startswith("80 %:") or " 80 %: " in line for line in lines) == any(
+        " 80 % " in line for line in lines
+    )
     assert all(len(line) <= width for line in lines)
     assert "MODELLED" not in "".join(lines)
 
@@ -92,6 +95,7 @@ def test_a_narrow_terminal_gets_a_list_per_recipe(width: int) -> None:
     assert all(len(line) <= width for line in lines)
     assert [line.strip() for line in lines].count("ladder-upper-half") == 1
     assert sum(line.startswith("per token ") for line in lines) == len(found.predictions)
+    assert " ".join(lines).count("Per token: one decode step") == 1
     assert any(line.startswith("MODELLED") for line in lines)
 
 

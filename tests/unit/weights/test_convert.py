@@ -268,7 +268,6 @@ def test_a_source_that_shrinks_is_named(tmp_path: Path) -> None:
         next(pieces)
 
 
-@pytest.mark.slow
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """1.6 GB of source, one tensor made of all of it: memory grows by pieces and what they read, not by the model."""
     code = """
