@@ -49,15 +49,19 @@ def _header(data: Mapping[str, Any]) -> Text:
     over_tokens = f"tokens over {sequence} × " if sequence > 1 else ""
     where = f"{over_tokens}{ranks} rank{'s'[: ranks > 1]}" if ranks * sequence > 1 else "one device"
     recipe = data["recipe"] or ("tensor parallelism" if ranks > 1 else "as it is")
-    beside = model["beside_text"]
-    names = [*beside] if len(beside) <= 5 else [*[*beside][:4], f"{len(beside) - 4} others"]
-    unused = f"{amount(sum(beside.values()))} that a forward on text does not use ({', '.join(names)})"
-    more = f" beside {unused}" if beside else ""
     return Text.from_markup(
         f"[bold]{escape(model['name'])}[/]  {escape(model['architecture'])}, {model['layers']} layers, "
-        f"{amount(model['parameters'])} parameters{escape(more)}, "
+        f"{amount(model['parameters'])} parameters{escape(_beside(model['beside_text']))}, "
         f"{escape(model['dtype'])}, {where}, recipe: {escape(recipe)}"
     )
+
+
+def _beside(unused: Mapping[str, int]) -> str:
+    """What a forward on text does not use, by module, in words; nothing where it uses all."""
+    if not unused:
+        return ""
+    names = [*unused] if len(unused) <= 5 else [*[*unused][:4], f"{len(unused) - 4} others"]
+    return f" beside {amount(sum(unused.values()))} that a forward on text does not use ({', '.join(names)})"
 
 
 def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[str, str]]) -> Table:

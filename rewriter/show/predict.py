@@ -34,9 +34,10 @@ DROPPED_FOR_FIRST_TOKENS = ("tokens/s", "share", "break-even")  # then, where th
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
-FIRST_TOKEN_LEGEND = "TTFT: time to first token of prompts of 1k, 8k and 32k tokens (1,024 each)."
 LEGEND = {
-    **dict.fromkeys(FIRST_TOKENS.values(), FIRST_TOKEN_LEGEND),
+    **dict.fromkeys(
+        FIRST_TOKENS.values(), "TTFT: time to first token of prompts of 1k, 8k and 32k tokens (1,024 each)."
+    ),
     "per token": "Per token: one decode step (TPOT).",
     "80 %": "80 %: how far off that may be in 4 of 5 cases.",
     **dict.fromkeys(("exposed", "share"), "Exposed: waiting for communication in a decode step; share: of that step."),

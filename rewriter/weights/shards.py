@@ -100,9 +100,8 @@ def shard_pieces(
         for part in _parts(item.expression, item.shape, limit):
             values = _values(checkpoint, part, item.dtype)
             if looks and (place := first_broken(values)) is not None:
-                check_finite(checkpoint, {name: watched[name] for name in item.expression.tensors() if name in watched})
                 value = float(checkpoint.evaluate(part).reshape(-1)[place])
-                raise _beyond(checkpoint, item, done + place, value)
+                raise _beyond(checkpoint, item, done + place, value, watched)
             yield memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
             done += values.numel()
             checkpoint.release()
@@ -136,10 +135,12 @@ def _values(checkpoint: Checkpoint, expression: Expression, dtype: str) -> torch
     return values.contiguous().reshape(-1).view(torch_dtype(dtype, "result"))
 
 
-def _beyond(checkpoint: Checkpoint, item: PlannedTensor, element: int, value: float) -> RewriterError:
-    """The error for a number that is not finite, or not any more in the dtype that is written."""
+def _beyond(checkpoint: Checkpoint, item: PlannedTensor, element: int, value: float, watched: Watched) -> RewriterError:
+    """The error for a number that is not finite, or not any more in the dtype that is written. Raises the checkpoint's
+    own, where a `watched` tensor that it is made of is not finite there."""
     file = checkpoint.info(next(item.expression.tensors())).file
     if not isfinite(value):
+        check_finite(checkpoint, {name: watched[name] for name in item.expression.tensors() if name in watched})
         return not_finite(file, item.name, element, item.shape, value)
     import torch
 

@@ -54,20 +54,21 @@ def train_one(
     )  # fmt: skip
 
 
-CHECKPOINTS = {
-    "ladder": lambda: adapted.directory("ladder", 2),
-    "wide": lambda: adapted.directory("ladder", 2, hidden=256),
-    "desync": lambda: adapted.directory("desync-4x-sum", 2),
-    "mixtral": lambda: adapted.directory("ladder", 2, "mixtral"),
-    "prompt-ladder": lambda: adapted.directory("prompt-ladder", 2),
-    "prompt-desync": lambda: adapted.directory("prompt-desync", 2),
+CHECKPOINTS: dict[str, tuple[Any, ...]] = {
+    "ladder": ("ladder", 2),
+    "wide": ("ladder", 2, "llama", 256),
+    "desync": ("desync-4x-sum", 2),
+    "mixtral": ("ladder", 2, "mixtral"),
+    "prompt-ladder": ("prompt-ladder", 2),
+    "prompt-desync": ("prompt-desync", 2),
 }
+"""By the name of a case, what `adapted.directory` takes."""
 
 
 def files(cases: list[Case]) -> dict[str, Path]:
     """The texts, and the directories of the cases by name."""
     texts = {"text": adapted.text_file(), "evaluation": adapted.text_file(20, 1)}
-    return texts | {name: CHECKPOINTS[name]() for name, _ in cases}
+    return texts | {name: adapted.directory(*CHECKPOINTS[name]) for name, _ in cases}
 
 
 def alone(name: str, **options: Any) -> Path:
