@@ -17,17 +17,26 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from benchmarks.predict.backtest_points import Design, Gain, Point, Published, read_published, traced
+from benchmarks.predict.backtest_points import (
+    Design,
+    Gain,
+    LinkKind,
+    Point,
+    Published,
+    fabric_of,
+    read_published,
+    traced,
+)
 from rewriter import api
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import load_fabric
 from rewriter.ir import Program
 from rewriter.predict.results import Prediction
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "backtest.md"
-LEFT_OUT = PAGE.parent / "figures" / "backtest-left-out.md"
+SUMMARY = Path(__file__).parents[2] / "rewriter" / "predict" / "backtest.yaml"
+LEFT_OUT = PAGE.parents[1] / "figures" / "backtest-left-out.md"
 HEADER = ("point", "published, ms", "predicted, ms", "error", "interval", "in it")
 GOALS = {"median": 0.10, "share": 0.90, "least": 0.70, "most": 0.90}  # of the issue that asked for this
 NEAR = 0.20
@@ -72,10 +81,10 @@ class Predictions:
         """Of each recipe, in order."""
         key = (job, tuple(recipes), batch, prompt, generate)
         if key not in self.known:
-            fabric = load_fabric(job.fabric)
+            fabric = fabric_of(job.fabric)
             workload = api.Workload(
                 tp=job.gpus, batch=batch, prompt=prompt, generate=generate, graphed=job.graphed, compiled=job.compiled,
-                served=job.served, attention=job.design.attention, all_logits=job.design.all_logits,
+                served=job.served, attention=job.design.attention, all_logits=job.design.all_logits, cache=job.kv,
             )  # fmt: skip
             cluster = api.Cluster(fabric, tuple(self.what_if), library_of(job, fabric.libraries))
             whole = {"tensor_parallel.vocabulary": False} if job.design.whole_head and job.gpus > 1 else None
@@ -105,11 +114,15 @@ class Job:
     graphed: bool = True
     compiled: bool = True
     served: bool = False
+    kv: Literal["float8"] | None = None
     design: Design = USUAL
+    library: str | None = None
 
 
 def library_of(job: Job, known: Sequence[str]) -> str | None:
     """Whose all-reduce: NCCL's, or of the software's own kernels the nearest that the fabric has (None: its choice)."""
+    if job.library is not None:
+        return job.library
     if job.all_reduce is None or not known:
         return None
     if job.all_reduce == "nccl":
@@ -124,12 +137,20 @@ def outcome(point: Point, predictions: Predictions) -> Outcome:
     entry, source = point.entry, point.source
     job = Job(
         entry.model, point.dtype, source.fabric, entry.gpus, point.all_reduce, source.software,
-        source.launch == "graphed", source.compiled, source.measured == "server", source.design,
+        source.launch == "graphed", source.compiled, source.served or source.measured == "server", source.kv,
+        source.design,
     )  # fmt: skip
 
     def predicted(batch: int, prompt: int, generate: int) -> Prediction:
         return predictions.of(job, [entry.recipe], batch, prompt, generate)[0]
 
+    if source.measured == "prefill":
+        try:
+            first = predicted(entry.batch, entry.prompt, 1)
+        except RewriterError as error:
+            return Outcome(point, why=str(error).partition(". ")[0])
+        low, high = first.prefill_interval or (None, None)
+        return Outcome(point, first.prefill.seconds, low, high, first.prefill.exposed_seconds, entry.not_counted or "")
     context = entry.generate // 2 if source.cache == "paged" else entry.generate - 1
     try:
         step = predicted(entry.batch, entry.prompt + context, 1)
@@ -137,14 +158,13 @@ def outcome(point: Point, predictions: Predictions) -> Outcome:
         return Outcome(point, why=str(error).partition(". ")[0])
     steps, prefills, first = 1.0, 0.0, step
     if source.measured == "generation":
-        first = predicted(entry.batch, entry.prompt, entry.generate)
-        steps, prefills = (entry.generate - 1) / entry.generate, 1 / entry.generate
+        together = max(1, min(entry.batch, source.chunk // entry.prompt)) if source.chunk else entry.batch
+        first = predicted(together, entry.prompt, entry.generate)
+        steps, prefills = (entry.generate - 1) / entry.generate, entry.batch / together / entry.generate
     elif source.measured == "server" and entry.batch > 1:
         first, prefills = predicted(1, entry.prompt, 1), (entry.batch - 1) / entry.generate
     low, high = bounds(step, steps, first, prefills)
     why = entry.not_counted or ""
-    if point.dtype == "float8" and any("not simulated" in note for note in step.notes):
-        why = "weights of 8 bits are not simulated: they count as bf16"
     seconds = step.seconds_per_token * steps + first.prefill.seconds * prefills
     return Outcome(point, seconds, low, high, step.exposed_communication_seconds_per_token, why)
 
@@ -163,12 +183,22 @@ class GainOutcome:
 
 
 def gain_outcome(gain: Gain, predictions: Predictions) -> GainOutcome:
-    """The prediction of one gain."""
-    job = Job(gain.model, "bfloat16", gain.fabric, gain.gpus, gain.all_reduce, design=gain.design)
-    recipes = ["tensor-parallel", gain.recipe]
-    standard, other = predictions.of(job, recipes, gain.batch, gain.prompt, gain.generate)
-    saved = gain.batch / standard.tokens_per_second - gain.batch / other.tokens_per_second
-    return GainOutcome(gain, other.speedup, saved)
+    """The prediction of one gain, each side on its own machine."""
+    over = gain.over
+
+    def side(recipe: str, fabric: str, gpus: int, library: str | None) -> Prediction:
+        job = Job(
+            gain.model, "bfloat16", fabric, gpus, gain.all_reduce, kv=gain.kv, design=gain.design, library=library
+        )
+        return predictions.of(job, [recipe], gain.batch, gain.prompt, gain.generate)[0]
+
+    ours = side(gain.recipe, gain.fabric, gain.gpus, gain.library)
+    other = side(over.recipe, over.fabric or gain.fabric, over.gpus or gain.gpus, over.library or gain.library)
+    if gain.of != "generation":
+        before, after = ((p.decode if gain.of == "decode" else p.prefill).seconds for p in (other, ours))
+        return GainOutcome(gain, before / after, before - after)
+    saved = gain.batch / other.tokens_per_second - gain.batch / ours.tokens_per_second
+    return GainOutcome(gain, ours.tokens_per_second / other.tokens_per_second, saved)
 
 
 def bounds(
@@ -201,7 +231,7 @@ class Summary:
             return None
         inside = [one.within for one in counted if one.within is not None]
         return cls(
-            len(errors), len({load_fabric(one.point.source.fabric).device.name for one in counted}),
+            len(errors), len({one.point.fabric.device.name for one in counted}),
             statistics.median(abs(e) for e in errors), sum(abs(e) <= NEAR for e in errors) / len(errors),
             statistics.fmean(errors), sum(inside) / len(inside) if inside else None,
         )  # fmt: skip
@@ -231,6 +261,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def groups(outcomes: Sequence[Outcome]) -> list[tuple[str, Summary]]:
     """Summaries by fabric, number of GPUs, batch and software."""
     keys = {
+        "link": lambda o: o.point.source.link,
         "fabric": lambda o: o.point.source.fabric,
         "measured": lambda o: o.point.source.measured,
         "GPUs": lambda o: str(o.point.entry.gpus),
@@ -272,9 +303,9 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
         "and head whole on every rank, attention that is no fused kernel, logits of the whole prompt. *saves* is per "
         "token.",
         table(
-            ["recipe, model, fabric", "GPUs", "batch", "published", "predicted", "difference",
+            ["what, model, machine", "GPUs", "batch", "of", "published", "predicted", "difference",
              "saves, ms", "predicted"],
-            [[f"{g.gain.recipe}, {g.gain.model}, `{g.gain.fabric}`", str(g.gain.gpus), str(g.gain.batch),
+            [[str(g.gain), str(g.gain.gpus), str(g.gain.batch), g.gain.of,
               f"{g.gain.value:.3f}", f"{g.predicted:.3f}", f"{g.difference * 100:+.1f}",
               "—" if g.gain.saved is None else f"{g.gain.saved * 1e3:.2f}", f"{g.saved * 1e3:.2f}"] for g in gains],
         ),
@@ -287,6 +318,17 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
             what = f"{s.device} (`{s.fabric}`), {s.software}; {s.measured}. {s.where}, {s.date}. {s.notes}"
             parts += [f"**{source}**: {what}", table(HEADER, [row(one)[:6] for one in mine])]
     return "\n\n".join(parts) + "\n"
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """rewriter/predict/backtest.yaml: what a verdict says of predictions over a kind of link."""
+    found = {kind: Summary.of(one for one in outcomes if one.point.source.link == kind) for kind in get_args(LinkKind)}
+    rows = [
+        f"{kind}: {{points: {s.points}, median: {s.median:.3f}, within: {s.share:.2f}, covered: {s.coverage or 0:.2f}}}"
+        for kind, s in found.items()
+        if s is not None
+    ]
+    return "# Written by benchmarks/predict/backtest.py.\n" + "\n".join(rows) + "\n"
 
 
 def left_out(outcomes: Sequence[Outcome], published: Published) -> str:
@@ -338,6 +380,7 @@ def main() -> None:
         options.json.write_text(json.dumps(records, indent=1), encoding="utf-8")
     if not options.only and not options.what_if:
         PAGE.write_text(page(outcomes, gains), encoding="utf-8")
+        SUMMARY.write_text(summary(outcomes), encoding="utf-8")
         LEFT_OUT.write_text(left_out(outcomes, published), encoding="utf-8")
 
 

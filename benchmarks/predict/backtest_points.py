@@ -11,17 +11,19 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import AutoConfig
 
+from rewriter.fabric import Fabric, fabrics, load_fabric
 from rewriter.ir import Program
 from rewriter.tracing import trace_skeleton
 from rewriter.tracing.meta_model import build_skeleton
 
 HERE = Path(__file__).parent
-POINTS, MODELS = HERE / "points.yaml", HERE / "models.yaml"
+POINTS, MODELS = (HERE / "points.yaml", HERE / "points_pcie.yaml"), HERE / "models.yaml"
 
 Text = Annotated[str, Field(min_length=3)]
 Count = Annotated[int, Field(ge=1)]
-Measured = Literal["step", "generation", "server"]
-Unit = Literal["ms", "tokens/s"]
+Measured = Literal["step", "generation", "server", "prefill"]
+Unit = Literal["ms", "s", "tokens/s", "prompt tokens/s"]
+LinkKind = Literal["nvlink", "pcie", "roce", "tcp"]
 DType = Literal["bfloat16", "float16", "float8"]
 AllReduce = Literal["nccl", "custom"]
 
@@ -72,15 +74,29 @@ class Source(_Strict):
     dtype: DType
     notes: Text
     points: Annotated[tuple[PointEntry, ...], Field(min_length=1)]
+    link: LinkKind = "nvlink"
     all_reduce: AllReduce | None = None
+    kv: Literal["float8"] | None = None
     cache: Literal["static", "paged"] = "static"
+    chunk: Count | None = None
+    served: bool = False
     compiled: bool = True
     design: Design = Design()
 
 
+class Side(_Strict):
+    """What a gain is over, where it is not standard tensor parallelism on the same machine. `library`: whose
+    all-reduce."""
+
+    recipe: Text = "tensor-parallel"
+    fabric: Text | None = None
+    gpus: Count | None = None
+    library: Text | None = None
+
+
 class Gain(_Strict):
-    """Tokens per second of `recipe` over those of standard tensor parallelism, prefill included. `standard`: those of
-    the latter, where they are published."""
+    """Tokens per second of `recipe` over those of `over`, prefill included, or of decode steps or a prefill alone, as
+    `of` says. `standard`: those of the latter, where they are published."""
 
     id: Annotated[str, Field(pattern=r"^[a-z0-9.-]+$")]
     model: Text
@@ -89,18 +105,29 @@ class Gain(_Strict):
     batch: Count
     prompt: Count
     generate: Count
-    recipe: Text
-    all_reduce: AllReduce
+    recipe: Text = "tensor-parallel"
+    over: Side = Side()
+    of: Literal["generation", "decode", "prefill"] = "generation"
+    all_reduce: AllReduce = "nccl"
+    library: Text | None = None
     value: Annotated[float, Field(gt=0)]
     where: Text
     quote: Text
     standard: Annotated[float, Field(gt=0)] | None = None
+    kv: Literal["float8"] | None = None
     design: Design = Design()
 
     @property
     def saved(self) -> float | None:
         """Seconds per token by which the recipe is faster, as published."""
         return None if self.standard is None else self.batch / self.standard * (1 - 1 / self.value)
+
+    def __str__(self) -> str:
+        over, machine = self.over, ", ".join(x for x in (self.fabric, self.library) if x)
+        others = [x for x in (over.fabric, over.library) if x] + ([f"{over.gpus} GPUs"] if over.gpus else [])
+        names = [one for one in (self.recipe, over.recipe) if one != "tensor-parallel"]
+        what = " over ".join(names) or "standard"
+        return f"{what}, {self.model}, `{machine}`" + (f" over {', '.join(f'`{x}`' for x in others)}" if others else "")
 
 
 class Rejected(_Strict):
@@ -112,8 +139,8 @@ class Rejected(_Strict):
 
 class PointsFile(_Strict):
     sources: tuple[Source, ...]
-    gains: tuple[Gain, ...]
-    rejected: tuple[Rejected, ...]
+    gains: tuple[Gain, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> PointsFile:
@@ -129,7 +156,7 @@ class PointsFile(_Strict):
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement with its source. `seconds` is the published time per token of each sequence."""
+    """One measurement with its source. `seconds` is the published time per token of each sequence, or of a prefill."""
 
     entry: PointEntry
     source: Source
@@ -144,13 +171,20 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        value = self.entry.value
-        return value * 1e-3 if self.source.unit == "ms" else self.entry.batch / value
+        entry, value = self.entry, self.entry.value
+        if self.source.unit in ("ms", "s"):
+            seconds = value * (1e-3 if self.source.unit == "ms" else 1.0)
+            return seconds / entry.generate if self.source.measured == "generation" else seconds
+        return entry.batch * (entry.prompt if self.source.unit == "prompt tokens/s" else 1) / value
+
+    @property
+    def fabric(self) -> Fabric:
+        return fabric_of(self.source.fabric)
 
 
 @dataclass(frozen=True)
 class Published:
-    """All that points.yaml holds."""
+    """All that the files of points hold."""
 
     points: tuple[Point, ...]
     gains: tuple[Gain, ...]
@@ -159,9 +193,16 @@ class Published:
 
 def read_published() -> Published:
     """Raises pydantic.ValidationError for a file that is not as it should be."""
-    file = PointsFile.model_validate(yaml.safe_load(POINTS.read_text(encoding="utf-8")))
+    data = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in POINTS]
+    merged = {key: [one for part in data for one in part.get(key) or ()] for key in PointsFile.model_fields}
+    file = PointsFile.model_validate(merged)
     points = tuple(Point(entry, source) for source in file.sources for entry in source.points)
     return Published(points, file.gains, file.rejected)
+
+
+def fabric_of(name: str) -> Fabric:
+    """A fabric that ships, or one of `fabrics/` that stands for machines of a source."""
+    return load_fabric(name if name in fabrics() else HERE / "fabrics" / f"{name}.yaml")
 
 
 def traced(model: str, dtype: str) -> Program:

@@ -6,9 +6,9 @@
 
 Needs pyarrow, which the project itself does not. A table holds the durations as published, in microseconds with four
 digits; what follows from how they were measured is `rewriter.fabric.kernel_tables`' matter. Of its source it keeps
-bfloat16 and float8; sizes of heads from 64 to 256; attention without windows; experts of one rank's width, all of them
-on it, chosen by a power law (exponent 1.01), as trained routers choose. Where alike cases were measured more than once
-(attention by its number of streams: sequences · heads of keys), the median counts.
+bfloat16, float8 and NVFP4 ("float4"); sizes of heads from 64 to 256; attention without windows; experts of one rank's
+width, all of them on it, chosen by a power law (exponent 1.01), as trained routers choose. Where alike cases were
+measured more than once (attention by its number of streams: sequences · heads of keys), the median counts.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class System:
     bandwidth: float
     l2: int
     replay: float
+    float4: float = 0.0
 
 
 SYSTEMS = {
@@ -53,8 +54,10 @@ SYSTEMS = {
     "h100_sxm": System("H100 SXM", "0.24.0", 989e12, 1979e12, 3.35e12, 50 << 20, 3.1e-6),
     "h200_sxm": System("H200 SXM", "0.24.0", 989e12, 1979e12, 4.8e12, 50 << 20, 1.7e-6),
     "l40s": System("L40S", "0.24.0", 362e12, 733e12, 864e9, 96 << 20, 3.0e-6),
-    "rtx_pro_6000_server": System("RTX PRO 6000 Server", "0.24.0", 500e12, 1000e12, 1.597e12, 128 << 20, 3.0e-6),
-    "b200_sxm": System("B200 SXM", "0.24.0", 2250e12, 4500e12, 7.7e12, 126 << 20, 3.5e-6),
+    "rtx_pro_6000_server": System(
+        "RTX PRO 6000 Server", "0.24.0", 500e12, 1000e12, 1.597e12, 128 << 20, 3.0e-6, 2000e12
+    ),
+    "b200_sxm": System("B200 SXM", "0.24.0", 2250e12, 4500e12, 7.7e12, 126 << 20, 3.5e-6, 9000e12),
 }
 
 
@@ -99,7 +102,7 @@ def products(source: Path, system: str, version: str, library: str = "vllm") -> 
     )
     return {
         dtype: grid(cells, ("columns", "depth", "rows"))
-        for dtype, name in (("bfloat16", "bfloat16"), ("float8", "fp8"))
+        for dtype, name in (("bfloat16", "bfloat16"), ("float8", "fp8"), ("float4", "nvfp4"))
         if (cells := [((r["n"], r["k"], r["m"]), r["latency"] * US) for r in found if r["gemm_dtype"] == name])
     }
 
@@ -133,7 +136,9 @@ def experts(source: Path, system: str, version: str) -> dict[str, Any]:
     )  # fmt: skip
     found = rows(source, f"{system}/moe/vllm/{version}/moe_perf.parquet", columns)
     tables = {}
-    for dtype, name in (("bfloat16", "bfloat16"), ("float8", "fp8_block")):
+    known = {r["moe_dtype"] for r in found}
+    eight = "fp8_block" if "fp8_block" in known else "fp8"
+    for dtype, name in (("bfloat16", "bfloat16"), ("float8", eight), ("float4", "nvfp4")):
         cells = []
         for r in found:
             whole = r["moe_ep_size"] == 1 and r["inter_size"] % r["moe_tp_size"] == 0
@@ -163,7 +168,8 @@ def glue(source: Path, system: str, version: str) -> dict[str, Any]:
 
 def table(source: Path, name: str) -> dict[str, Any]:
     system = SYSTEMS[name]
-    flops = {"bfloat16": system.bfloat16} | ({"float8": system.float8} if system.float8 else {})
+    promised = {"bfloat16": system.bfloat16, "float8": system.float8, "float4": system.float4}
+    flops = {dtype: rate for dtype, rate in promised.items() if rate}
     return {
         "system": name, "device": system.device, "library": "vllm", "version": system.version, "flops": flops,
         "bandwidth": system.bandwidth, "l2_bytes": system.l2, "replay_us": round(system.replay * 1e6, 2),

@@ -57,9 +57,9 @@ def main() -> None:
             share = found[0].decode.exposed_seconds / found[0].decode.seconds
             gains = []
             for p in found[1:]:
-                assert p.speedup_interval is not None
-                low, high = p.speedup_interval
-                gains.append(f"{p.recipe} {p.speedup:.2f} ({low:.2f} to {high:.2f})")
+                assert p.end_to_end_interval is not None
+                low, high = p.end_to_end_interval
+                gains.append(f"{p.recipe} {p.end_to_end:.2f} ({low:.2f} to {high:.2f})")
             print(f"{name} {fabric} batch {batch}: {share:.0%} waiting;", ", ".join(gains), flush=True)
 
 

@@ -51,7 +51,7 @@ def main() -> None:
     for p in found.predictions:
         print(
             f"{p.recipe:22} prefill {p.prefill.seconds * 1e3:8.2f} ms, decode {p.decode.seconds * 1e3:7.2f} ms, "
-            f"speedup {p.speedup:5.2f}"
+            f"speedup {p.end_to_end:5.2f}"
         )
     for skipped in found.skipped:
         print(f"{skipped.recipe:22} {skipped.reason}")

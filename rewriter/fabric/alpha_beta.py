@@ -28,7 +28,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.fabric.calls import NO_DELAY, Call, Delay
 from rewriter.fabric.links import GroupPlacement, Link, occupied, place
 
-Wire = Literal["nvlink", "pci"]
+Wire = Literal["nvlink", "pci", "host"]
 Algorithm = Literal["ring", "tree", "hierarchical"]
 
 
@@ -63,16 +63,20 @@ PLAIN = Protocol("plain")
 
 
 def nccl(wire: Wire) -> tuple[Protocol, ...]:
-    """NCCL's protocols between ranks that NVLink or PCI joins, and a network beyond.
+    """NCCL's protocols between ranks that NVLink or PCI joins, or that pass the host's memory, and a network beyond.
 
     Figures of its own tuning model, src/graph/tuning.cc of v2.30.7 (commit 5067397c): base latencies, latencies of a
     step over NVLink, PCI and a network, and the share of a ring's bandwidth that a protocol reaches. The caps of LL by
-    GPU generation are left out: LL is chosen for messages that no bandwidth limits.
+    GPU generation are left out: LL is chosen for messages that no bandwidth limits. A step through the host's memory is
+    not told from one over PCI there; 2.6 µs is what all-reduces of up to 10 KB without peer access take: 12 µs among 2
+    RTX 2080 Ti (all_reduce_perf), 23 among 4 RTX 4090 (xltzsoft/qwen3.8-27b-4x4090-sglang-tuning, tuning-record.md), 43
+    among 8 (blog.chlc.cc/p/rtx4090-gpudirect-p2p-unlocked). Those of other protocols are assumed to be in proportion.
     """
     us = 1e-6
     inside = {
         "nvlink": {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)},
         "pci": {"ring": (1.0, 2.5, 5.7), "tree": (1.0, 1.9, 4.0)},
+        "host": {"ring": (2.6, 6.5, 14.8), "tree": (2.6, 4.9, 10.4)},
     }[wire]
     base = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
     between = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}
@@ -141,14 +145,15 @@ class AlphaBeta:
         within = self.inside.bandwidth if where.together > 1 else math.inf
         across = self.between.bandwidth * where.together if self.between and k > 1 else math.inf
         bandwidth = min(within, across) * steps.share
-        latency = (n - k) * steps.inside + (k - 1) * steps.between
+        step_inside = steps.inside + (self.inside.crossing if 2 * where.together > self.node else 0.0)
+        latency = (n - k) * step_inside + (k - 1) * steps.between
         part, size, kind = (n - 1) / n, call.nbytes / bandwidth, call.kind
         if kind in ("send", "gather", "scatter"):
-            step = steps.between if k > 1 else steps.inside
+            step = steps.between if k > 1 else step_inside
             return steps.base + step, size if kind == "send" else part * size
         if algorithm == "tree" and kind in ("all_reduce", "barrier", "broadcast", "reduce"):
             hops = where.together - 1 if protocol.chained else math.ceil(math.log2(where.together))
-            depth = hops * steps.inside + math.ceil(math.log2(k)) * steps.between
+            depth = hops * step_inside + math.ceil(math.log2(k)) * steps.between
             both = 2 if kind in ("all_reduce", "barrier") else 1
             return steps.base + both * depth, both * size
         if kind in ("all_reduce", "barrier"):

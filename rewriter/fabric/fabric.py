@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
 from typing import Any, TypeAlias
@@ -46,7 +46,8 @@ class Fabric:
     `rewriter.delay_models`, or from Python the class itself. `protocols` are those of the α-β model.
     `blocks`: CUDA blocks that a library's collective holds at most, by library; empty for devices that are no GPUs.
     `overlap`: what overlap costs. `fused`: the all-reduce that servers have for a sum that is added to a residual and
-    normed. `sources`: where each figure is from, by its place in the file.
+    normed. `link`: what joins its GPUs ("nvlink", "pcie", "roce", "tcp"; empty: not said). `sources`: where each figure
+    is from, by its place in the file.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Fabric:
     blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     overlap: OverlapCosts = NONE
     fused: FusedSum | None = None
+    link: str = ""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def channel(self, ranks: int, stride: int = 1, world: int | None = None) -> Channel:
@@ -100,17 +102,20 @@ class Fabric:
         """The α-β model of its links, which all fabrics have."""
         return AlphaBeta(self.inside, self.between, self.node, self.protocols)
 
-    def delay_model(self, library: str | None = None, graphed: bool = False) -> DelayModel:
-        """The model of delays by `library`, one of `backends` (None: the first), eager or replayed from a CUDA
-        graph.
+    def delay_model(self, library: str | Sequence[str] | None = None, graphed: bool = False) -> DelayModel:
+        """The model of delays by `library`, one of `backends` (None: the first; several: the fastest of them), eager or
+        replayed from a CUDA graph.
 
         Raises RewriterError for a library that was not measured here, or a model that cannot be loaded.
         """
+        if library is not None and not isinstance(library, str):
+            return Best({one: self.delay_model(one, graphed) for one in library}, self._most_bytes)
         name = library or (self.backends[0] if self.backends else "nccl")
         if name == BEST and self.backends[:1] == (BEST,):
             measured = {table.library for table in self._measured(graphed)}
             names = {one: self.fused.library if one == FUSED and self.fused else one for one in self.backends[1:]}
-            return Best({one: self.delay_model(one, graphed) for one, name in names.items() if name in measured})
+            fitting = [one for one, name in names.items() if name in measured]
+            return Best({one: self.delay_model(one, graphed) for one in fitting}, self._most_bytes)
         if name == FUSED and self.fused is not None:
             return FusedDelays(self.fused, self.delay_model(self.fused.library, graphed))
         if self.model == "measured":
@@ -128,6 +133,11 @@ class Fabric:
         """All tables that it may answer from."""
         both = [(_table(table, False), _table(table, True)) for table in self.tables]
         return tuple({table.key: table for pair in both for table in pair if table is not None}.values())
+
+    @property
+    def _most_bytes(self) -> dict[str, int]:
+        own = [table for table in self.tables if isinstance(table, Table)]
+        return {table.library: table.most_bytes for table in own if table.most_bytes is not None}
 
     def _measured(self, graphed: bool) -> list[Table]:
         """Its tables of one way of launching; some libraries were measured in graphs only."""

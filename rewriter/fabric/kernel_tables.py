@@ -6,14 +6,17 @@ is interpolated, linearly in the logarithms of the sizes, is the ratio to a refe
 
     floor + max(FLOP / (FLOP/s promised), bytes / (bytes/s promised))
 
-with the table's shortest kernel as floor. Beyond the grid the ratio stays what it is at the edge, so that a kernel is
-as efficient there; on another device than the measured one, with its own rates in the reference, it is so too.
+with the table's shortest kernel as floor (of experts, their shortest layer). Beyond the grid the ratio stays what it is
+at the edge, so that a kernel is as efficient there; on another device than the measured one, with its own rates in the
+reference, it is so too.
 
-Three things about the measurements are put right (`benchmarks/predict/kernel_tables.py` says where they are from):
+Five things about the measurements are put right (`benchmarks/predict/kernel_tables.py` says where they are from):
 
 - Kernels ran in a CUDA graph of few, again and again: the gap between two replays is taken off.
 - Products took turns with six weights, a decode attention had one cache. Where these fit in the L2 cache together, a
-  kernel takes no less than the floor and its bytes at the rate of kernels whose operands do not fit.
+  kernel takes no less than the floor and its bytes at the rate of kernels whose operands do not fit. So do experts.
+- A product of more rows takes no less: where measurements fall with rows, their geometric mean counts.
+- Experts that would be read faster than memory gives have no gates (two matrices, not three), and are left out.
 - Attention of a decode step wrote the new token's key and value, too: so does what is answered here.
 """
 
@@ -35,7 +38,7 @@ from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.fabric.links import KERNELS, kernel_systems
 
 _TURNS = {"products": 6, "glue": 5}  # kernels to a graph, where it was more than one
-_BYTES = {"bfloat16": 2, "float8": 1}
+_BYTES = {"bfloat16": 2, "float8": 1, "float4": 4.5 / 8}  # NVFP4 with its scales
 _ALIKE = {"float16": "bfloat16", "float8_e4m3fn": "float8"}
 Array = NDArray[np.float64]
 Reference = Callable[..., Any]  # of places on the axes, seconds
@@ -104,13 +107,26 @@ class KernelTable:
         """Seconds of the shortest product."""
         return float(np.nanmin(self._seconds("products", self.file["products"]["bfloat16"])))
 
-    def product(self, rows: int, columns: int, depth: int, dtype: str, on: Promised | None = None) -> float | None:
-        """Seconds of [rows, depth] · [depth, columns], its weights read from memory."""
+    def product(
+        self, rows: int, columns: int, depth: int, dtype: str, on: Promised | None = None, bits: float | None = None
+    ) -> float | None:
+        """Seconds of [rows, depth] · [depth, columns], its weights read from memory.
+
+        `bits`: of each weight, where they are made `dtype` as they are read: the longer of a product that reads as many
+        bytes, and of the arithmetic of this one.
+        """
         known = _ALIKE.get(dtype, dtype)
         grid, on = self.products.get(known), on or self.own
         if grid is None or known not in on.flops:
             return None
-        return float(grid.ratio(columns, depth, rows) * self._product_reference(known, on, columns, depth, rows))
+        whole = grid.ratio(columns, depth, rows) * self._product_reference(known, on, columns, depth, rows)
+        if bits is None:
+            return float(whole)
+        read = columns * bits / (8 * _BYTES[known])
+        reading = grid.ratio(read, depth, rows) * self._product_reference(known, on, read, depth, rows)
+        reference = self._product_reference(known, on, columns, depth, rows) - self.floor
+        bound = 2.0 * rows * columns * depth / on.flops[known] / reference
+        return float(max(reading, whole * bound))
 
     def attention(
         self,
@@ -138,16 +154,20 @@ class KernelTable:
         return float(grid.ratio(*place) * self._attention_reference(phase, known, on, *place, pairs))
 
     def experts(
-        self, tokens: int, width: int, hidden: int, chosen: int, count: int, dtype: str, on: Promised | None = None
-    ) -> float | None:
-        """Seconds of a layer of gated experts: `chosen` of `count` per token, `hidden` wide on a rank, with routing."""
+        self, tokens: int, width: int, hidden: int, chosen: int, count: int, dtype: str, on: Promised | None = None,
+        bits: float | None = None,
+    ) -> float | None:  # fmt: skip
+        """Seconds of a layer of gated experts: `chosen` of `count` per token, `hidden` wide on a rank, with routing.
+
+        `bits`: as of `product`; these are as efficient as experts of `dtype` of the same sizes."""
         known, on = _ALIKE.get(dtype, dtype), on or self.own
         if known not in self._experts or known not in on.flops:
             return None
         grids = self._experts[known]
         asked = np.log([width, hidden, chosen, count])
         shape = min(grids, key=lambda s: float(np.abs(np.log(s) - asked).sum()))
-        reference = self._experts_reference((width, hidden, chosen, count), known, on, tokens)
+        share = 1.0 if bits is None else bits / (8 * _BYTES[known])
+        reference = self._experts_reference((width, hidden, chosen, count), known, on, tokens, share)
         return float(grids[shape].ratio(tokens) * reference)
 
     def glue(self, nbytes: float, rows: int, columns: int, on: Promised | None = None) -> float | None:
@@ -190,6 +210,7 @@ class KernelTable:
         rate = float(np.nanmedian(np.where(cold, weights / seconds, np.nan)))
         floor = float(np.nanmin(seconds))
         seconds = np.where(warm, np.maximum(seconds, floor + weights / rate), seconds)
+        seconds = np.apply_along_axis(_rising, -1, seconds)
         kept = rows <= most_rows
         return Grid((columns, depth, rows[kept]), seconds[..., kept], partial(self._product_reference, dtype, self.own))
 
@@ -236,19 +257,43 @@ class KernelTable:
         grids: dict[str, dict[tuple[int, ...], Grid]] = {}
         for dtype, cells in self.file["experts"].items():
             grids[dtype] = {}
-            for shape, row in zip(map(tuple, cells["shapes"]), self._seconds("experts", cells), strict=True):
+            tokens = np.asarray(cells["tokens"], dtype=float)
+            rows = self._seconds("experts", cells)
+            read = np.array([self._experts_bytes(tuple(shape), dtype, tokens) for shape in cells["shapes"]])
+            few = np.where((read > self.file["l2_bytes"]) & (tokens <= 8), read / rows, np.nan)
+            # without gates experts have two matrices, and would be read faster than memory gives
+            gated = ~(
+                np.nan_to_num([np.nanmedian(row) if (~np.isnan(row)).any() else 0 for row in few]) > self.own.bandwidth
+            )
+            rate = float(np.nanmedian(few[gated]))
+            warm = (read < 2 * self.file["l2_bytes"]) | (tokens == 1)
+            rows = np.where(warm, np.maximum(rows, self.floor + read / rate), rows)
+            rows[~gated] = np.nan
+            for shape, row in zip(map(tuple, cells["shapes"]), rows, strict=True):
                 known = ~np.isnan(row)
                 if known.any():
-                    tokens = np.asarray(cells["tokens"], dtype=float)[known]
                     reference = partial(self._experts_reference, shape, dtype, self.own)
-                    grids[dtype][shape] = Grid((tokens,), row[known], reference)
+                    grids[dtype][shape] = Grid((tokens[known],), row[known], reference)
         return grids
 
-    def _experts_reference(self, shape: tuple[int, ...], dtype: str, on: Promised, tokens: Any) -> Any:
+    def _experts_floor(self, dtype: str) -> float:
+        """Seconds of the shortest layer of experts: its routing, and the kernels' own."""
+        return float(np.nanmin(self._seconds("experts", self.file["experts"][dtype])))
+
+    def _experts_bytes(self, shape: tuple[int, ...], dtype: str, tokens: Any) -> Any:
+        """Bytes of the experts that some of `tokens` choose."""
         width, hidden, chosen, count = shape
         active = count * (1 - (1 - min(1.0, chosen / count)) ** tokens)
-        nbytes = 3.0 * active * width * hidden * _BYTES[dtype]
-        return self.floor + np.maximum(6.0 * tokens * chosen * width * hidden / on.flops[dtype], nbytes / on.bandwidth)
+        return 3.0 * active * width * hidden * _BYTES[dtype]
+
+    def _experts_reference(
+        self, shape: tuple[int, ...], dtype: str, on: Promised, tokens: Any, share: float = 1.0
+    ) -> Any:
+        width, hidden, chosen, _ = shape
+        nbytes = self._experts_bytes(shape, dtype, tokens) * share
+        return self._experts_floor(dtype) + np.maximum(
+            6.0 * tokens * chosen * width * hidden / on.flops[dtype], nbytes / on.bandwidth
+        )
 
     @cached_property
     def _reduction(self) -> Grid:
@@ -300,6 +345,21 @@ def kernel_table(system: str) -> KernelTable:
             f"kernels of {system!r:.60}: {did_you_mean(system, kernel_systems(), what='shipped')} Name one of them"
         )
     return KernelTable(json.loads(gzip.decompress((KERNELS / f"kernels-{system}.json.gz").read_bytes())))
+
+
+def _rising(seconds: Array) -> Array:
+    """The values nearest to these that never fall, by least squares of logarithms: neighbours that fall become their
+    mean (pool adjacent violators). A product of more rows takes no less, but its measurement may."""
+    known = ~np.isnan(seconds)
+    pools: list[tuple[float, int]] = []  # (sum of logarithms, how many)
+    for value in np.log(seconds[known]):
+        pools.append((float(value), 1))
+        while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
+            (a, m), (b, n) = pools[-2:]
+            pools[-2:] = [(a + b, m + n)]
+    rising = seconds.copy()
+    rising[known] = np.exp([total / count for total, count in pools for _ in range(count)])
+    return rising
 
 
 def _filled(values: Array) -> Array:

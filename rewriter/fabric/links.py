@@ -17,11 +17,13 @@ KERNELS = Path(__file__).parent / "data"
 class Link:
     """`latency`: seconds of one step of an exchange. `bandwidth`: bytes per second that a rank receives. `shared`: the
     ranks of a node share it, so that exchanges of different groups wait for each other (a host's bus, one adapter);
-    else every rank has its own."""
+    else every rank has its own. `crossing`: seconds that a step takes longer in groups of more than half a node, whose
+    ranks are of two sockets."""
 
     latency: float
     bandwidth: float
     shared: bool = False
+    crossing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Device:
     promised; `memory_efficiency`: the share of it that kernels bound by memory reach. `launch`: seconds of the host per
     kernel, eager; `launch_graphed`: seconds between kernels of a CUDA graph. `multiprocessors`: SMs; cores on a CPU.
     `kernels`: the system whose measured kernels stand for its own (`rewriter.fabric.kernel_tables`); empty: none do.
+    `l2_bytes`: of the cache that all multiprocessors share; 0: not known. `tile`: rows of the smallest tile of a
+    product: 16 on tensor cores, 1 where none are.
     """
 
     name: str
@@ -50,6 +54,8 @@ class Device:
     launch_graphed: float = 0.0
     multiprocessors: int = 1
     kernels: str = ""
+    l2_bytes: int = 0
+    tile: int = 16
 
 
 @cache

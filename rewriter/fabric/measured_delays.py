@@ -142,14 +142,17 @@ class FusedDelays:
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest of `models`, by library. A fused sum saves the kernel after it, too."""
+    """The fastest of `models`, by library. A fused sum saves the kernel after it, too. `most_bytes`: the largest
+    message that a library is given, of those that have a limit."""
 
     models: Mapping[str, DelayModel] = field(hash=False)
+    most_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def delay(self, call: Call) -> Delay:
         delays = [
             replace(model.delay(call), library=name)
             for name, model in self.models.items()
-            if not isinstance(model, FusedDelays) or model.takes(call)
+            if (not isinstance(model, FusedDelays) or model.takes(call))
+            and call.nbytes <= self.most_bytes.get(name, call.nbytes)
         ]
         return min(delays, key=lambda d: d.seconds - (_NORM_SECONDS if d.normed else 0.0))

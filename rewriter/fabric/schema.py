@@ -22,7 +22,7 @@ from rewriter.fabric.measured_delays import FusedSum
 from rewriter.fabric.overlap import NONE, SOURCES, OverlapCosts
 from rewriter.fabric.tables import Curve, CurvePoint, Table, TableKey
 
-LIBRARY = Path(__file__).parent / "library"
+LIBRARY, DEVICES = (Path(__file__).parent / folder for folder in ("library", "devices"))
 MAX_BYTES = 1 << 20
 """Size limit of a file, which may hold measurements."""
 
@@ -33,17 +33,19 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
+Ranks = Annotated[int, Field(ge=2, le=1 << 20)]
 Share = Annotated[float, Field(gt=0, le=1)]
 V = TypeVar("V")
-DType = Literal["float32", "bfloat16", "float16", "float8", "int8"]
+DType = Literal["float32", "bfloat16", "float16", "float8", "float4", "int8"]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def values(self) -> dict[str, Any]:
-        """Its fields, figures by their values."""
-        return {name: value.value if isinstance(value, Figure) else value for name, value in self}
+        """Its fields that are set, figures by their values."""
+        set_fields = ((name, value) for name, value in self if value is not None)
+        return {name: value.value if isinstance(value, Figure) else value for name, value in set_fields}
 
 
 class Figure(_Strict, Generic[V]):
@@ -75,6 +77,7 @@ class DeviceFile(_Strict):
     graphed_launch_seconds: Time
     multiprocessors: Number
     kernels: Named | None = None
+    l2_bytes: Number | None = None
 
     def device(self) -> Device:
         return Device(
@@ -82,7 +85,7 @@ class DeviceFile(_Strict):
             {dtype: rate.value for dtype, rate in self.flops.items()}, self.efficiency.value,
             self.memory_bandwidth.value, self.memory_efficiency.value,
             self.launch_seconds.value, self.graphed_launch_seconds.value, self.multiprocessors.value,
-            self.kernels.value if self.kernels else "",
+            self.kernels.value if self.kernels else "", self.l2_bytes.value if self.l2_bytes else 0,
         )  # fmt: skip
 
 
@@ -90,6 +93,7 @@ class LinkFile(_Strict):
     latency: Time
     bandwidth: Rate
     shared: bool = False
+    crossing: Time | None = None
 
 
 class TableFile(_Strict):
@@ -100,7 +104,7 @@ class TableFile(_Strict):
 
 class PointFile(_Strict):
     kind: Kind
-    ranks: Annotated[int, Field(ge=2, le=1 << 20)]
+    ranks: Ranks
     bytes: Bytes
     seconds: Positive
     cpu_seconds: Seconds = 0.0
@@ -108,19 +112,27 @@ class PointFile(_Strict):
 
 
 class MeasurementsFile(_Strict):
+    """Durations of one library's collectives: `points`, or as `curves`, by collective, ranks and bytes."""
+
     library: Word
     version: Text
     dtype: Word = "float32"
     source: Text
-    points: Annotated[tuple[PointFile, ...], Field(min_length=1)]
+    most_bytes: Number | None = None
+    points: tuple[PointFile, ...] = ()
+    curves: dict[Kind, dict[Ranks, Annotated[dict[Bytes, Positive], Field(min_length=1)]]] = {}
 
     def table(self, system: str) -> Table:
         curves: dict[tuple[Kind, int], list[CurvePoint]] = defaultdict(list)
         for point in self.points:
             measured = CurvePoint(point.bytes, point.seconds, point.cpu_seconds, point.busy_seconds)
             curves[point.kind, point.ranks].append(measured)
+        for kind, by_ranks in self.curves.items():
+            for ranks, row in by_ranks.items():
+                curves[kind, ranks] += [CurvePoint(nbytes, seconds) for nbytes, seconds in row.items()]
         key = TableKey(system, self.library, self.version, self.library, True, self.dtype)
-        return Table(key, {what: Curve.of(points) for what, points in curves.items()}, self.source)
+        made = {what: Curve.of(points) for what, points in curves.items()}
+        return Table(key, made, self.source, self.most_bytes.value if self.most_bytes else None)
 
 
 class FusedFile(_Strict):
@@ -137,6 +149,7 @@ class FabricFile(_Strict):
 
     name: Name
     summary: Text
+    link: Literal["nvlink", "pcie", "roce", "tcp"] | None = None
     modelled: bool
     device: DeviceFile
     node: Number
@@ -148,20 +161,27 @@ class FabricFile(_Strict):
     overlap: dict[str, Time] = {}
     fused: FusedFile | None = None
     tables: tuple[TableFile, ...] = ()
-    measurements: MeasurementsFile | None = None
+    measurements: MeasurementsFile | tuple[MeasurementsFile, ...] = ()
+
+    @property
+    def measured(self) -> tuple[MeasurementsFile, ...]:
+        given = self.measurements
+        return (given,) if isinstance(given, MeasurementsFile) else given
 
     def faults(self) -> list[tuple[str, str]]:
         """(key, what is wrong) of values that do not go together."""
         faults = []
         if self.inside is None and (self.between is None or self.node.value > 1):
             faults.append(("node", "no link `inside`, which nodes of several ranks have."))
-        if self.model == "measured" and not self.tables and self.measurements is None:
+        if any(not one.points and not one.curves for one in self.measured):
+            faults.append(("measurements", "neither `points` nor `curves`."))
+        if self.model == "measured" and not self.tables and not self.measured:
             faults.append(("model", "measured, but there are neither `tables` nor `measurements`."))
         if ":" in self.model:
             faults.append(("model", f"{self.model!r:.60}.{NO_CODE}"))
         terms = tuple(SOURCES)
         faults += [("overlap", f"unknown {n!r:.40}. {did_you_mean(n, terms)}") for n in self.overlap if n not in terms]
-        known = [table.library for table in self.tables]
+        known = [*(one.library for one in self.measured), *(table.library for table in self.tables)]
         if self.fused and self.fused.library.value not in known:
             faults.append(
                 ("fused", f"{self.fused.library.value!r} is none of its tables: {', '.join(known) or 'none'}.")
@@ -175,14 +195,15 @@ class FabricFile(_Strict):
         first = inside or between
         assert first is not None  # `faults` refused it
         usual = OverlapCosts() if self.blocks else NONE
-        tables: list[Table | TableChoice] = [self.measurements.table(self.name)] if self.measurements else []
+        tables: list[Table | TableChoice] = [measured.table(self.name) for measured in self.measured]
         tables += [TableChoice(**table.values()) for table in self.tables]
+        device = replace(self.device.device(), tile=16 if self.blocks else 1)
         return Fabric(
-            self.name, self.device.device(), self.node.value, first, between, self.summary, self.modelled, self.model,
+            self.name, device, self.node.value, first, between, self.summary, self.modelled, self.model,
             nccl(self.protocols) if self.protocols else (PLAIN,), tuple(tables),
             {library: number.value for library, number in self.blocks.items()},
             replace(usual, **{name: figure.value for name, figure in self.overlap.items()}),
-            FusedSum(**self.fused.values()) if self.fused else None,
+            FusedSum(**self.fused.values()) if self.fused else None, self.link or "",
             ({f"overlap.{name}": said for name, said in SOURCES.items()} if self.blocks else {}) | sources,
         )  # fmt: skip
 
@@ -192,7 +213,7 @@ def parse(text: str, source: str) -> Fabric:
 
     Raises RewriterError with every fault of the text, each with its line.
     """
-    document = read(text, "fabric")
+    document = _with_device(read(text, "fabric"))
     problems = list(document.problems)
     file: FabricFile | None = None
     try:
@@ -207,6 +228,25 @@ def parse(text: str, source: str) -> Fabric:
             raise RewriterError(f"fabric {source}, {lines[0]}")
         raise RewriterError("\n  ".join([f"fabric {source} has {len(lines)} faults:", *lines]))
     return file.fabric(dict(_sources(document.data)))
+
+
+def devices() -> tuple[str, ...]:
+    """The names of the devices that ship."""
+    return tuple(sorted(path.stem for path in DEVICES.glob("*.yaml")))
+
+
+def _with_device(document: Document) -> Document:
+    """The document, with the figures of a device that it names."""
+    data = document.data
+    name = data.get("device") if isinstance(data, dict) else None
+    if not isinstance(name, str):
+        return document
+    if name not in devices():
+        said = f"device: {name!r:.40}. {did_you_mean(name, devices(), what='shipped')} Or give its figures."
+        problem = Problem(document.line(("device",)), said)
+        return replace(document, data=None, problems=[*document.problems, problem])
+    figures = read((DEVICES / f"{name}.yaml").read_text(encoding="utf-8"), "device").data
+    return replace(document, data={**data, "device": figures})
 
 
 def _explain(document: Document, detail: Any) -> Problem:

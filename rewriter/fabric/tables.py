@@ -156,11 +156,13 @@ class TableKey:
 
 @dataclass(frozen=True)
 class Table:
-    """Curves by collective and number of ranks. `source` says who measured them."""
+    """Curves by collective and number of ranks. `source` says who measured them. `most_bytes`: the largest message that
+    engines give the library; None: any."""
 
     key: TableKey
     curves: Mapping[tuple[Kind, int], Curve]
     source: str = SOURCE
+    most_bytes: int | None = None
 
     @property
     def library(self) -> str:

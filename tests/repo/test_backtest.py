@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 from repository import ROOT
 
-from rewriter.fabric import fabrics, load_fabric
+from rewriter.fabric import fabrics
 
 THREE = ("gpt-fast-llama-3.1-8b-tp2", "triton-distributed-h800-qwen3-8b-nccl", "trtllm-h100-llama-3.1-8b-tp2-batch-8")
 
@@ -52,15 +52,17 @@ def test_every_point_says_where_it_is_from_and_what_ran(published: Any) -> None:
         source = point.source
         assert re.search(r"\w+\.\w+", source.where), source.name
         assert re.match(r"20\d\d", source.date), source.name
-        assert source.fabric in fabrics(), source.name
-        assert point.seconds < 1.0, "seconds per token: a unit is wrong"
+        assert source.fabric in fabrics() or point.fabric.name == source.fabric, source.name
+        per_token = point.seconds / (point.entry.prompt if source.measured == "prefill" else 1)
+        assert per_token < 1.0, "seconds per token: a unit is wrong"
     assert all(one.what and one.why for one in published.rejected)
 
 
 def test_there_are_as_many_points_as_the_page_needs(published: Any) -> None:
     counted = [point for point in published.points if not point.entry.not_counted]
-    assert len(counted) >= 25
-    assert len({load_fabric(point.source.fabric).device.name for point in counted}) >= 4
+    assert len(counted) >= 96
+    assert len([point for point in counted if point.source.link != "nvlink"]) >= 25
+    assert len({point.fabric.device.name for point in counted}) >= 4
 
 
 def test_models_are_known(published: Any) -> None:
@@ -82,10 +84,10 @@ def test_a_file_that_lacks_something_is_refused(
     change: Any, said: str, backtest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules["benchmarks.predict.backtest_points"]
-    data = yaml.safe_load(module.POINTS.read_text(encoding="utf-8"))
+    data = yaml.safe_load(module.POINTS[0].read_text(encoding="utf-8"))
     change(data["sources"][0])
-    monkeypatch.setattr(module, "POINTS", tmp_path / "points.yaml")
-    module.POINTS.write_text(yaml.safe_dump(data), encoding="utf-8")
+    monkeypatch.setattr(module, "POINTS", (file := tmp_path / "points.yaml",))
+    file.write_text(yaml.safe_dump(data), encoding="utf-8")
     with pytest.raises(ValidationError, match=said):
         backtest.read_published()
 
