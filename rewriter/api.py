@@ -15,6 +15,7 @@ from rewriter.common.run_context import RunContext as RunContext
 from rewriter.convert.save_options import Level
 from rewriter.convert.save_options import SaveOptions as SaveOptions
 from rewriter.predict.workload import Cluster as Cluster
+from rewriter.predict.workload import Draft as Draft
 from rewriter.predict.workload import Workload as Workload
 
 if TYPE_CHECKING:
@@ -242,7 +243,9 @@ def predict(
     cluster: Cluster = Cluster(),
     *,
     pareto: bool = False,
-    baselines: bool = False,
+    exact: bool = False,
+    engine: str = "vllm",
+    draft: Draft | None = None,
     set: Mapping[str, Any] | None = None,
     context: RunContext = RunContext(),
 ) -> RecipeComparison:
@@ -251,8 +254,8 @@ def predict(
     predict("config.json", ["ladder"], Workload(tp=8, prompt=4096), Cluster("pcie-gen4")).predictions
 
     `model` is a directory, a bare config.json, a hub id, a config object or a traced Program; no weights are read.
-    `recipes` are compared with the first one. `baselines`: also what users have today. `pareto`: also other TP degrees
-    and batches.
+    `recipes` are compared with the first one. `exact`: and over the best that an `engine` (vllm, sglang, tensorrt-llm)
+    can do with the model as it is, drafts as in `draft` included. `pareto`: also other TP degrees and batches.
 
     Raises RewriterError for what a user can cause, as an unknown recipe or fabric, and where the first recipe cannot be
     applied; others that cannot are in the result's `skipped`.
@@ -261,7 +264,8 @@ def predict(
         from rewriter.predict.entry import compare
 
         return compare(
-            model, recipes, workload, cluster, pareto=pareto, baselines=baselines, set=set, context=context
+            model, recipes, workload, cluster, pareto=pareto, exact=exact, engine=engine, draft=draft, set=set,
+            context=context,
         )  # fmt: skip
 
 

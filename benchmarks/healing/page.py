@@ -14,6 +14,8 @@ HERE = Path(__file__).resolve().parent
 RECORD, TEMPLATE = HERE / "record.json", HERE / "page.md"
 DOCS = HERE.parents[1] / "docs"
 PAGE, CHART = DOCS / "results" / "adaptation.md", DOCS / "figures" / "healing.svg"
+HEALED = HERE.parents[1] / "rewriter" / "recipes" / "healed.yaml"
+NAMES = {"smollm2": ("SmolLM2-135M-Instruct", 134515008), "gemma3": ("Gemma-3-270M", 268098176)}
 KEYS = ("model", "recipe", "way", "tokens", "tp")  # of a run
 SMOOTHED = 12  # points of a curve: each is the mean of so many parts of the run
 SLOWEST = "all weights, fp32"
@@ -36,10 +38,24 @@ def read() -> dict[str, list[Run]]:
 
 
 def write() -> None:
-    """The page and its drawing."""
+    """The page and its drawing, and what predictions say of recipes that heal."""
+    HEALED.write_text(healed(read()), encoding="utf-8")
     text, drawn = page(read())
     PAGE.write_text(text, encoding="utf-8")
     CHART.write_text(drawn, encoding="utf-8")
+
+
+def healed(record: dict[str, list[Run]]) -> str:
+    """rewriter/recipes/healed.yaml: how far above the original's loss runs with the defaults ended."""
+    rows = []
+    for run in (run for run in record["runs"] if run["way"] == "defaults"):
+        model, parameters = NAMES[run["model"]]
+        ranks = "null" if run["tp"] is None else run["tp"]
+        rows.append(
+            f"- {{recipe: {run['recipe']}, model: {model}, parameters: {parameters}, ranks: {ranks}, "
+            f"tokens: {run['tokens']}, above: {above(run, 'after'):.4f}}}"
+        )
+    return "# Written by benchmarks/healing/page.py, of record.json.\n" + "\n".join(rows) + "\n"
 
 
 def page(record: dict[str, list[Run]]) -> tuple[str, str]:

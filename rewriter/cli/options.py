@@ -78,6 +78,25 @@ AllLogits = Annotated[bool, typer.Option("--all-logits", help="A prefill compute
 ServerIntervals = Annotated[
     bool, typer.Option("--served", help="Intervals hold what servers and their schedulers differ in.")
 ]
+WeightFormat = Annotated[
+    Literal["float8", "int8", "int4", "nvfp4", "mxfp4"] | None,
+    typer.Option(
+        "--weights", metavar="FORMAT", help="Of the layers: float8, int8, int4, nvfp4, mxfp4. Else: the config's."
+    ),
+]
+CacheFormat = Annotated[
+    Literal["float8"] | None, typer.Option("--cache", metavar="FORMAT", help="Of keys and values: float8.")
+]
+PredictedEngine = Annotated[
+    str,
+    typer.Option(
+        "--engine", metavar="NAME", help="Whose exact options a recipe must beat: vllm, sglang, tensorrt-llm."
+    ),
+]
+DraftTokens = Annotated[
+    str | None,
+    typer.Option("--draft", metavar="N:RATE", help="Speculative decoding as well: 3:0.7 is 3 tokens, 70 % accepted."),
+]
 Pareto = Annotated[bool, typer.Option("--pareto", help="Try other numbers of ranks and many batches too.")]
 Measure = Annotated[bool, typer.Option("--measure", help="Run one rank for real on this machine, its peers emulated.")]
 Wire = Annotated[

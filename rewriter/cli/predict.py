@@ -14,7 +14,7 @@ from rewriter.cli import options
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import json_text
 from rewriter.common.run_context import RunContext
-from rewriter.predict.workload import Cluster, Workload
+from rewriter.predict.workload import Cluster, Draft, Workload
 
 if TYPE_CHECKING:
     from rewriter.predict.results import RecipeComparison
@@ -39,6 +39,10 @@ def predict(
     attention: options.AttentionKernels = "fused",
     all_logits: options.AllLogits = False,
     served: options.ServerIntervals = False,
+    weights: options.WeightFormat = None,
+    cache: options.CacheFormat = None,
+    engine: options.PredictedEngine = "vllm",
+    draft: options.DraftTokens = None,
     pareto: options.Pareto = False,
     measure: options.Measure = False,
     wire: options.Wire = False,
@@ -57,9 +61,10 @@ def predict(
         raise RewriterError(
             "--compiled, --uncompiled: with --measure the module runs as it does. Leave out one of the two."
         )
-    if measure and (attention != "fused" or all_logits or served):
+    if measure and (attention != "fused" or all_logits or served or weights or cache or draft):
         raise RewriterError(
-            "--attention, --all-logits, --served: with --measure the module runs as it does. Leave out one of the two."
+            "--attention, --all-logits, --served, --weights, --cache, --draft: with --measure the module runs as it "
+            "does. Leave out one of the two."
         )
     if wire and not measure:
         raise RewriterError("--wire: only with --measure does a rank run whose messages could travel. Add --measure.")
@@ -72,14 +77,17 @@ def predict(
     from rewriter import api
 
     workload = Workload(
-        batch, prompt, generate, graphed, tp, sp, nodes, compiled, attention, all_logits, served
+        batch, prompt, generate, graphed, tp, sp, nodes, compiled, attention, all_logits, served, weights, cache
     )  # fmt: skip
     cluster = Cluster(fabric, tuple(what_if or ()), library)
     context = RunContext(trust_remote_code=trust_remote_code)
     if measure:
         comparison = api.measure(model, recipe, workload, cluster, wire=wire, context=context)
     else:
-        comparison = api.predict(model, recipe, workload, cluster, pareto=pareto, baselines=True, context=context)
+        comparison = api.predict(
+            model, recipe, workload, cluster, pareto=pareto, exact=True, engine=engine, draft=_draft(draft),
+            context=context,
+        )  # fmt: skip
     if validate and (what_if or nodes is not None):
         note = "--validate leaves out --nodes and --what-if: real ranks run on this machine as it is"
         typer.echo(f"note: {note}", err=True)
@@ -91,6 +99,19 @@ def predict(
         _print_json(comparison, validation)
     else:
         _print_tables(comparison, validation, pareto, html)
+
+
+def _draft(text: str | None) -> Draft | None:
+    """A draft of "3:0.7". Raises RewriterError for other text."""
+    if text is None:
+        return None
+    tokens, _, acceptance = text.partition(":")
+    try:
+        return Draft(int(tokens), float(acceptance))
+    except ValueError:
+        raise RewriterError(
+            f"--draft {text!r:.40}: expected TOKENS:RATE, such as 3:0.7 for three tokens, of which 70 % are accepted"
+        ) from None
 
 
 def _write_page(
@@ -111,8 +132,8 @@ def _print_json(comparison: RecipeComparison, validation: Validation | None) -> 
     objects = to_json(comparison)
     if validation is not None:
         objects = [
-            one if one["baseline"] else {**one, "validation": validation.of(one["recipe"])}  # baselines do not run
-            for one in objects
+            {**one, "validation": validation.of(one["recipe"])} if one.get("bound") is False else one
+            for one in objects  # exact choices and the bound do not run
         ]
     typer.echo(json_text(objects, indent=2))
     for entry in comparison.skipped:

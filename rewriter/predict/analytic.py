@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import quantization_settings
 from rewriter.fabric import Call, Delay, Fabric, WhatIf, load_fabric
 from rewriter.ir import Program, args_of
 from rewriter.ir.communication import model_dtype, model_dtype_bytes
@@ -30,9 +31,10 @@ from rewriter.predict.results import (
     generation_seconds,
     joined,
 )
-from rewriter.predict.steps import Begin, Place, Step, TimelineRun, steps
-from rewriter.predict.timeline import KernelDurations, Timeline
+from rewriter.predict.steps import Begin, Place, Step, TimelineRun, sequence_parallel, steps
+from rewriter.predict.timeline import SET_ASIDE, KernelDurations, Timeline
 from rewriter.predict.uncertainty import interval
+from rewriter.predict.weight_formats import StoredWeights, WeightFormat, parameters_of_format, stored_weights
 from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Cluster, ForwardPass, Workload
 
 _KEPT = 8  # wirings of exact tokens that are kept
@@ -86,7 +88,7 @@ class Predictor:
     durations: dict[object, KernelDurations] = field(default_factory=dict)
     known: dict[Call, Delay] = field(default_factory=dict)
     wirings: dict[Hashable, Program] = field(default_factory=dict)  # of exact tokens; each holds its origin
-    changes: dict[int, list[tuple[KernelDurations, float]]] = field(default_factory=dict)
+    changes: dict[int, list[tuple[KernelDurations, bool]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = self.cluster.fabric
@@ -125,6 +127,9 @@ class Predictor:
             predictions=tuple(predictions),
             pareto={},
             what_if=self.cluster.what_if,
+            over=predictions[0].recipe,
+            link=self.fabric.link,
+            parameters=sum(math.prod(p.full_shape or p.shape) for p in candidates[0].program.parameters.values()),
             skipped=(*skipped, *lacking),
         )
 
@@ -136,7 +141,7 @@ class Predictor:
         load, batch, cut = self.workload, batch or self.workload.batch, cut or prompt_phase(program)
         exact = self._exact(program)
         prefill, said = self._calls(program, self._prefill(program, batch, load.prompt, cut))
-        last = ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=load.fused, plain=self._plain(load.prompt))
+        last = replace(self._pass(program, batch, 1, load.prompt), keys=load.prompt + load.generate)
         decode, more = self._calls(program, [(exact, last)])
         first, later = (self._phase(program, calls, record) for calls in (prefill, decode))
         return _Simulated(first, later, (prefill, decode), tuple(dict.fromkeys(said + more)))
@@ -159,8 +164,8 @@ class Predictor:
             head, tail = min(cut.exact_head, prompt), min(cut.exact_tail, prompt)
             body = prompt - head - tail
             parts = [(exact, head), (program, body), (exact, tail)] if body > 0 else [(exact, prompt)]
-        plain, keys = self._plain(prompt), prompt + load.generate
-        whole = ForwardPass(batch, prompt, logits=0 if load.all_logits else 1, fused=load.fused, plain=plain)
+        keys = prompt + load.generate
+        whole = replace(self._pass(program, batch, prompt, prompt), logits=0 if load.all_logits else 1)
         calls: list[tuple[Program, ForwardPass]] = []
         before = 0
         for wiring, tokens in parts:
@@ -170,8 +175,21 @@ class Predictor:
         cache_only = not load.all_logits
         return [*((wiring, replace(one, cache_only=cache_only)) for wiring, one in calls[:-1]), calls[-1]]
 
-    def _plain(self, prompt: int) -> int:
-        return prompt + self.workload.generate if self.workload.attention == "plain" else 0
+    def _pass(self, program: Program, batch: int, tokens: int, prompt: int) -> ForwardPass:
+        """`tokens` of a generation that begins with `prompt`."""
+        load = self.workload
+        plain = prompt + load.generate if load.attention == "plain" else 0
+        return ForwardPass(
+            batch,
+            tokens,
+            fused=load.fused,
+            plain=plain,
+            weights=self._stored(program),
+            small_cache=load.cache is not None,
+        )
+
+    def _stored(self, program: Program) -> StoredWeights | None:
+        return stored_weights(self.workload.weights, quantization_settings(program.source.config))
 
     def _exact(self, program: Program) -> Program:
         """The wiring of exact tokens; programs whose passes differ in those of the prompt alone have it in common."""
@@ -189,10 +207,33 @@ class Predictor:
         """The steps of these calls of wirings of `program`, and notes on them."""
         place, fuse = self._place(program), self.workload.fused
         forwards = [self.runner.run(wiring, one) for wiring, one in given]
-        return [steps(made, place, fuse) for made in forwards], tuple(note for made in forwards for note in made.notes)
+        listed = [steps(made, place, fuse) for made in forwards]
+        if self.workload.sequence_parallel and not given[0][1].is_decode:
+            listed = [sequence_parallel(one) for one in listed]
+        return listed, tuple(note for made in forwards for note in made.notes)
 
     def _phase(self, program: Program, calls: Calls, record: bool) -> Phase:
-        return joined([Timeline(self._durations(program), self._delay, record).phase(listed) for listed in calls])
+        return joined([self._timeline(program, record).phase(listed) for listed in calls])
+
+    def _timeline(self, program: Program, record: bool) -> Timeline:
+        durations = self._durations(program)
+        cached = self.fabric.device.l2_bytes * SET_ASIDE if self.workload.l2_prefetch else 0.0
+        return Timeline(durations, self._delay, record, prefetch=cached / durations.rates.bandwidth)
+
+    def seconds_of(self, program: Program, given: ForwardPass) -> float:
+        """Seconds of any forward pass of a program, its workload's formats of weights and cache aside."""
+        made = replace(
+            given, fused=self.workload.fused, weights=self._stored(program), small_cache=self.workload.cache is not None
+        )
+        calls, _ = self._calls(program, [(program, made)])
+        return self._phase(program, calls, record=False).seconds
+
+    def outside_of_layers(self, program: Program) -> tuple[float, float]:
+        """Seconds of a decode step's kernels outside of the layers, and inside."""
+        done, durations = self.simulate(program, record=False), self._durations(program)
+        runs = [step for listed in done.steps[1] for step in listed if isinstance(step, TimelineRun)]
+        outside = sum(durations.of(run.kernels)[0] for run in runs if run.layer is None)
+        return outside, done.decode.seconds - outside
 
     def _with_changes(self, program: Program, done: _Simulated) -> _Simulated:
         """`done`, simulated again with each term that is uncertain changed."""
@@ -201,13 +242,13 @@ class Predictor:
             made = [step for listed in done.steps[1] for step in listed if isinstance(step, TimelineRun)]
             ran = [kernel for step in made for kernel in step.kernels]
             listed = uncertainty.changes(usual.rates, ran, self.fabric.modelled)
-            self.changes[id(usual)] = [(KernelDurations(rates), times) for rates, times in listed]
+            self.changes[id(usual)] = [(KernelDurations(rates), more) for rates, more in listed]
         seconds: list[tuple[float, float]] = []
         for durations, slower in self.changes[id(usual)]:
 
-            def delays(begin: Begin, call: Call, times: float = slower) -> Delay:
+            def delays(begin: Begin, call: Call, more: bool = slower) -> Delay:
                 delay = self._delay(begin, call)
-                return delay if times == 1.0 else delay.lasting(delay.seconds * times)
+                return uncertainty.longer(delay, self.fabric.modelled) if more else delay
 
             first, later = (
                 sum(Timeline(durations, delays, record=False).run(listed) for listed in calls) for calls in done.steps
@@ -242,13 +283,13 @@ class Predictor:
         held = self._held(program, load.batch)
         even: list[tuple[float | None, str | None]] = [(None, "the first recipe")] * 2
         if first is not None:
-            even = [compared.of(made) for compared, made in zip(first[1], done.steps, strict=True)]
+            even = [known.of(made) for known, made in zip(first[1], done.steps, strict=True)]
+        compared = done if first is None else first[0]
         # a generation's seconds, as it is and with each term off, which is off for both recipes
         theirs, ours = (
-            [prefill + (load.generate - 1) * decode for prefill, decode in one.seconds]
-            for one in (done if first is None else first[0], done)
+            [prefill + (load.generate - 1) * decode for prefill, decode in one.seconds] for one in (compared, done)
         )
-        speedup, *changed = (a / b for a, b in zip(theirs, ours, strict=True))
+        end_to_end, *changed = (a / b for a, b in zip(theirs, ours, strict=True))
         return Prediction(
             recipe=candidate.recipe,
             fabric=self.fabric.name,
@@ -263,7 +304,9 @@ class Predictor:
             prefill=done.prefill,
             decode=done.decode,
             tokens_per_second=load.batch * load.generate / ours[0],
-            speedup=speedup,
+            decode_speedup=compared.decode.seconds / done.decode.seconds,
+            prefill_speedup=compared.prefill.seconds / done.prefill.seconds,
+            end_to_end=end_to_end,
             break_even_prefill_seconds=even[0][0],
             break_even_prefill_note=even[0][1],
             break_even_seconds=even[1][0],
@@ -274,7 +317,7 @@ class Predictor:
             kind=candidate.kind,
             seconds_per_token_interval=interval(done.decode.seconds, [decode for _, decode in done.changed]),
             prefill_interval=interval(done.prefill.seconds, [prefill for prefill, _ in done.changed]),
-            speedup_interval=interval(speedup, changed),
+            end_to_end_interval=interval(end_to_end, changed),
             time_to_first_token=tuple(self.first_token(program, prompt) for prompt in FIRST_TOKEN_PROMPTS),
         )
 
@@ -303,6 +346,8 @@ class Predictor:
             load.generate,
             plain=load.attention == "plain",
             all_logits=load.all_logits,
+            weights=load.weights,
+            cache=load.cache,
         )
 
     # --- the fabric ---
@@ -359,23 +404,29 @@ def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
 
 
 def bytes_per_rank(
-    program: Program, batch: int, prompt: int, generate: int, *, plain: bool = False, all_logits: bool = False
-) -> int:
+    program: Program, batch: int, prompt: int, generate: int, *, plain: bool = False, all_logits: bool = False,
+    weights: WeightFormat | None = None, cache: str | None = None,
+) -> int:  # fmt: skip
     """Bytes of weights, of keys and values of all tokens, of states, and of the largest temporaries of the prefill.
 
     An estimate, as `analysis.memory` is: temporaries are the widest block's projections and four values as wide as the
     residual stream, of all tokens of a rank, the scores of one attention that no fused kernel computes, and the logits
     of the last token of each sequence, or with `all_logits` of each token. `plain`: no kernel is fused. Windows keep no
-    more tokens than their size; ranks that share tokens keep their own.
+    more tokens than their size; ranks that share tokens keep their own. `weights`, `cache`: as in
+    `Workload`.
     """
     held = memory(program)
     shared = program.mesh.get("sp", 1)
-    cache = cache_elements(program, prompt + generate) * model_dtype_bytes(program)
+    kept = cache_elements(program, prompt + generate) * (model_dtype_bytes(program) if cache is None else 1)
     temporary = -(-prompt // shared) * (held.block_per_token + 4 * held.stream_per_token)
     temporary += held.logits_per_token * (prompt if all_logits else 1)
     if shared == 1:
         temporary += prompt * prompt * _bytes_per_pair(program, plain)
-    return held.parameters_per_rank + batch * (cache + held.states_per_row + temporary)
+    stored = stored_weights(weights, quantization_settings(program.source.config))
+    named = () if stored is None else parameters_of_format(program, stored)
+    elements = sum(math.prod(program.parameters[name].shape) for name in named)
+    spared = 0 if stored is None else round(elements * (model_dtype_bytes(program) - stored.bits / 8))
+    return held.parameters_per_rank - spared + batch * (kept + held.states_per_row + temporary)
 
 
 def _bytes_per_pair(program: Program, plain: bool) -> int:

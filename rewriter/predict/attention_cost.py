@@ -145,6 +145,8 @@ def _after_prompt(
     across = plan.ranks if plan is not None else 1
     keys = -(-min(given.keys, shape.window or given.keys) // across)
     size = shape.dtype_bytes
+    if given.small_cache:  # as long as fewer keys of the model's dtype take, which are as many bytes
+        keys = -(-keys // size)
     read = float(shape.batch * keys * shape.kv_heads * (shape.head_dim + shape.value_dim) * size)
     read += shape.batch * queries * shape.q_heads * shape.head_dim * size
     small = float(shape.batch * queries * keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,13 @@ from rewriter.common.text_settings import context_length, declared_dtype, quanti
 from rewriter.fabric import load_fabric
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype
-from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank, with_front
+from rewriter.predict.analytic import Predictor, with_front
 from rewriter.predict.candidates import Candidates, distinct
+from rewriter.predict.exact import ExactChoices, best_exact
 from rewriter.predict.results import PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import Validation
-from rewriter.predict.workload import Cluster, Workload
+from rewriter.predict.weight_formats import WeightFormat, stored_weights
+from rewriter.predict.workload import Cluster, Draft, Workload
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import load_recipe
 from rewriter.tracing import trace, trace_skeleton
@@ -28,8 +30,7 @@ from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.weights.checkpoint import INDEX, SINGLE
 
 _Path = str | os.PathLike[str]
-# what users have today: tensor parallelism, parallel blocks, and no communication at all
-BASELINES = ("tensor-parallel", "parallel", "upper-bound")
+BOUND = "upper-bound"  # no communication at all
 DEGREES, BATCHES = (1, 2, 4, 8), (1, 4, 16, 64)
 
 
@@ -40,7 +41,9 @@ def compare(
     cluster: Cluster,
     *,
     pareto: bool = False,
-    baselines: bool = False,
+    exact: bool = False,
+    engine: str = "vllm",
+    draft: Draft | None = None,
     set: Mapping[str, Any] | None = None,
     context: RunContext = RunContext(),
 ) -> RecipeComparison:
@@ -52,17 +55,14 @@ def compare(
     loaded = distinct([load_recipe(recipe, set) for recipe in recipes])
     name, program = _traced(model, context.trust_remote_code)
     candidates = Candidates(program, workload.sp)
+    choices = ExactChoices(predictor, candidates, engine, draft) if exact else None
+    if choices is not None and cluster.library is None:  # recipes run with what the engine has
+        predictor = Predictor(workload, replace(cluster, library=choices.usable(choices.available)), predictor.runner)
     asked_for, skipped = candidates.of(loaded, workload.tp)
-    said, asked = about_model(program, workload.prompt + workload.generate), len(asked_for)
-    if baselines:
-        asked_for += _baselines(candidates, workload.tp, {recipe.name for recipe in loaded})
+    said = about_model(program, workload.prompt + workload.generate, workload.weights)
     done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in asked_for], skipped)
-    if baselines:
-        names = {c.recipe for c in asked_for[:asked]}
-        others = [p for p in done.predictions if p.recipe not in names]
-        others += [p for p in [_replicas(predictor, candidates, done.predictions[0])] if p is not None]
-        kept = tuple(p for p in done.predictions if p.recipe in names)
-        done = replace(done, predictions=kept, baselines=tuple(others))
+    if choices is not None:
+        done = _over_exact(done, choices)
     points: dict[str, tuple[PredictedPoint, ...]] = {}
     if pareto:
         by_name = {recipe.name: recipe for recipe in loaded}
@@ -70,51 +70,42 @@ def compare(
     return replace(done, pareto=points, seconds=time.process_time() - began)
 
 
-def _baselines(candidates: Candidates, tp: int, named: Collection[str]) -> list[Candidate]:
-    """Those of BASELINES that are not `named` and can be applied."""
-    baselines: list[Candidate] = []
-    for name in BASELINES:
-        if name not in named:
-            with suppress(RewriterError):  # a model that has no such blocks
-                baselines.append(candidates.one(load_recipe(name), tp))
-    return baselines
+def _over_exact(done: RecipeComparison, exact: ExactChoices) -> RecipeComparison:
+    """The comparison with what the model does as it is, and its speedups over the best of that."""
+    choices, predictor = exact.all(), exact.predictor
+    best = best_exact(choices)
 
-
-def _replicas(predictor: Predictor, candidates: Candidates, first: Prediction) -> Prediction | None:
-    """The same ranks as replicas of the model, of as few ranks as hold it: each serves its share of the sequences.
-
-    None where no fewer ranks hold the model. `first` is what the others are compared with.
-    """
-    load = predictor.workload
-    for degree in (d for d in range(1, load.tp) if load.tp % d == 0):
-        each = -(-load.batch * degree // load.tp)
-        try:
-            program = candidates.one(load_recipe("tensor-parallel"), degree).program
-        except RewriterError:  # heads that do not divide
-            continue
-        if bytes_per_rank(program, each, load.prompt, load.generate) > predictor.fabric.device.memory:
-            continue
-        used = -(-load.batch // each)
-        alone = replace(predictor, workload=replace(load, batch=each, tp=degree, nodes=None))
-        (replica,) = alone.compare("", [Candidate(f"replicas of {degree}", program)]).predictions
-        rate = load.batch * load.generate / replica.generation_seconds
-        said = f"{used} of {load.tp // degree} replicas on {degree} ranks each serve {each} of {load.batch} sequences"
+    def over(p: Prediction) -> Prediction:
+        end_to_end, interval = p.tokens_per_second / best.tokens_per_second, p.end_to_end_interval
+        ratio = end_to_end / p.end_to_end
         return replace(
-            replica, batch=load.batch, tokens_per_second=rate, speedup=rate / first.tokens_per_second,
-            break_even_note="other ranks", break_even_prefill_note="other ranks", speedup_interval=None,
-            notes=(*replica.notes, said),
+            p, decode_speedup=best.decode_seconds / p.decode.seconds,
+            prefill_speedup=best.prefill_seconds / p.prefill.seconds, end_to_end=end_to_end,
+            end_to_end_interval=None if interval is None else (interval[0] * ratio, interval[1] * ratio),
         )  # fmt: skip
-    return None
+
+    bound = None
+    with suppress(RewriterError):  # on one rank nothing is communicated
+        program = exact.candidates.one(load_recipe(BOUND), predictor.workload.tp)
+        (bound,) = predictor.compare("", [program]).predictions
+    return replace(
+        done, exact=tuple(choices), engine=exact.engine, over=best.name, bound=None if bound is None else over(bound),
+        predictions=tuple(map(over, done.predictions)),
+    )  # fmt: skip
 
 
-def about_model(program: Program, length: int) -> tuple[str, ...]:
-    """Notes on what its config leaves open, or asks for and is not simulated. `length`: tokens of a whole sequence."""
+def about_model(program: Program, length: int, weights: WeightFormat | None = None) -> tuple[str, ...]:
+    """Notes on what its config leaves open, or asks for and is not simulated. `length`: tokens of a whole sequence;
+    `weights`: as in `Workload`."""
     config, said = program.source.config, []
     if declared_dtype(config) is None:
         said.append("The config names no dtype: float32 is assumed for weights, cache and messages.")
-    if quantization_settings(config):
-        dtype = str(model_dtype(program)).removeprefix("torch.")
-        said.append(f"The config's quantization of weights is not simulated: they count as {dtype}.")
+    dtype = str(model_dtype(program)).removeprefix("torch.")
+    stored = stored_weights(weights, settings := quantization_settings(config))
+    if stored is not None:
+        said.append(f"Weights of layers: {stored.name}, {stored.bits:g} bits each; embeddings and head {dtype}.")
+    elif settings:
+        said.append(f"The config's quantization of weights is not known: they count as {dtype}. See --weights.")
     if length > (most := context_length(config)):
         said.append(f"{length:,} tokens are more than the {most:,} positions that the config says the model has.")
     return tuple(said)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from rewriter.ir.shapes import wiring_shapes
 from rewriter.predict.cache_only import of_cache
 from rewriter.predict.kernel_cost import Item, Kernel, ModuleExchange, as_launched, axis_group
 from rewriter.predict.module_cost import EXPERTS, ModuleRun
+from rewriter.predict.weight_formats import parameters_of_format
 from rewriter.predict.workload import ForwardPass
 
 _GROUPED = (
@@ -83,6 +84,7 @@ class _ForwardRun:
         self.mesh = dict(program.mesh)
         self.notes: dict[str, None] = {}
         self.shapes: Mapping[fx.Node, Any] | None = None
+        self.stored = frozenset[str]() if given.weights is None else parameters_of_format(program, given.weights)
 
     def forward(self) -> Forward:
         graph = with_readers_first(self.program.graph)
@@ -151,6 +153,12 @@ class _ForwardRun:
             self.runner.known[known] = (value, launched, None)
         return value, launched
 
+    def _run(self, node: fx.Node) -> ModuleRun:
+        """Runs the module of a node, which may have weights of another format."""
+        names = {name for name in self.stored if name.startswith(f"{node.target}.")}
+        given = self.given if names else replace(self.given, weights=None)
+        return ModuleRun(given, self.dtype, self.mesh, names)
+
     def _keys(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Item, ...]:
         """The nodes that a module runs for the keys and values of its attention alone."""
         module, inputs = self.program.modules[str(node.target)], [env[n] for n in node.all_input_nodes]
@@ -158,7 +166,7 @@ class _ForwardRun:
         if key not in self.runner.known:
             assert isinstance(module, Body)
             self.runner.held.append(module)
-            run = ModuleRun(self.given, self.dtype, self.mesh)
+            run = self._run(node)
             try:
                 run.keys(module, inputs)
                 self.runner.known[key] = (None, run.items(None), None)
@@ -179,7 +187,7 @@ class _ForwardRun:
 
     def _call(self, node: fx.Node, module: Module, inputs: Sequence[Any]) -> tuple[Any, tuple[Item, ...], str | None]:
         if not isinstance(module, Opaque):
-            run = ModuleRun(self.given, self.dtype, self.mesh)
+            run = self._run(node)
             try:
                 value = run.module(module, str(node.target), inputs)
                 note = _CACHELESS if run.biased and self.given.is_decode else None
@@ -199,17 +207,16 @@ class _ForwardRun:
 
     def _estimated(self, module: Module, inputs: Sequence[Any], value: Any) -> list[Item]:
         tokens = self.given.batch * next((x.shape[1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 2), 1)
-        size = self.dtype.itemsize
+        size, stored = self.dtype.itemsize, self.given.weights
         items: list[Item] = []
         for name, shape in parameters_of(module):
             if len(shape) < 2:
                 continue
             elements, depth = math.prod(shape), shape[-1]
             columns = elements // depth
-            nbytes = elements * size + tokens * (depth + columns) * size
-            items.append(
-                Kernel(name, "product", nbytes, 2.0 * tokens * elements, elements * size, 1, tokens, columns, depth)
-            )
+            read = round(elements * size * (1.0 if stored is None else stored.share(size)))
+            nbytes, flops = read + tokens * (depth + columns) * size, 2.0 * tokens * elements
+            items.append(Kernel(name, "product", nbytes, flops, read, 1, tokens, columns, depth, stored=stored))
         moved = sum(t.nbytes for t in (*inputs, value) if isinstance(t, torch.Tensor))
         return items or [Kernel("estimate", "glue", moved)]
 

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rewriter.predict.weight_formats import StoredWeights
+
 Work = Literal["product", "attention", "experts", "glue"]
 
 
@@ -27,7 +29,7 @@ class Kernel:
     | glue      |                   | rows       | reduced values |                |                           |
 
     `groups` is 0 where no measurement may stand for it. `parts`: what it is without a measurement of the whole, one
-    kernel after another.
+    kernel after another. `stored`: the format of the weights that it reads, of which `nbytes` are; None: its dtype.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Kernel:
     depth: int = 1
     groups: int = 0
     parts: tuple[Kernel, ...] = ()
+    stored: StoredWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,9 @@ def _together(
     )
 
 
-def measured_as(name: str, work: Work, parts: Sequence[Kernel], **sizes: int) -> Kernel:
+def measured_as(
+    name: str, work: Work, parts: Sequence[Kernel], stored: StoredWeights | None = None, **sizes: int
+) -> Kernel:
     """Kernels that were measured as one; without such a measurement they are what they are."""
     return Kernel(
         name,
@@ -173,6 +178,7 @@ def measured_as(name: str, work: Work, parts: Sequence[Kernel], **sizes: int) ->
         sum(part.flops for part in parts),
         sum(part.weight_bytes for part in parts),
         parts=tuple(parts),
+        stored=stored,
         **sizes,
     )
 

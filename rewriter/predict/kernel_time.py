@@ -18,7 +18,7 @@ from rewriter.fabric.kernel_tables import KernelTable, Promised, kernel_table
 from rewriter.fabric.overlap import NONE, OverlapCosts
 from rewriter.predict.kernel_cost import Kernel
 
-_TILE, _SMALLEST_TILE, _SPLIT_DEPTH = 128, 16, 512
+_TILE, _SPLIT_DEPTH = 128, 512
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rates:
     multiprocessors. `gap`: seconds between the ends of two kernels besides their work. `launch`: seconds of the host
     per kernel that it launches; 0 where a graph is replayed. `table`: kernels measured on such a device, whose kernels
     of `dtype` stand for this one's, which promises `promised`; None: there are none. `factor`: all kernels take this
-    many times as long. `overlap`: what overlap costs.
+    many times as long. `overlap`: what overlap costs. `tile`: rows of the smallest tile of a product.
     """
 
     product_flops: float
@@ -44,6 +44,7 @@ class Rates:
     promised: Promised | None = None
     factor: float = 1.0
     overlap: OverlapCosts = NONE
+    tile: int = 16
 
 
 def rates_of(device: Device, dtype: str, graphed: bool, overlap: OverlapCosts = NONE) -> Rates:
@@ -70,6 +71,7 @@ def rates_of(device: Device, dtype: str, graphed: bool, overlap: OverlapCosts = 
         dtype=dtype,
         promised=Promised(device.peak, device.bandwidth),
         overlap=overlap,
+        tile=device.tile,
     )
 
 
@@ -106,7 +108,7 @@ def measured(kernel: Kernel, rates: Rates) -> float | None:
     known, on = _of_table(kernel, rates), rates.promised
     if known is None:
         return None
-    bound = on is not None and kernel.flops / on.flops[rates.dtype] > kernel.nbytes / on.bandwidth
+    bound = on is not None and kernel.flops / on.flops[computed_in(kernel, rates)[0]] > kernel.nbytes / on.bandwidth
     return known * rates.factor * (1.0 + (rates.overlap.clocks if bound else 0.0))
 
 
@@ -116,18 +118,30 @@ def _of_table(kernel: Kernel, rates: Rates) -> float | None:
         return None
     if kernel.work == "glue":
         return table.glue(kernel.nbytes, kernel.rows, kernel.columns if kernel.columns > 1 else 0, on)
+    stored, bits = computed_in(kernel, rates)
     if kernel.work == "product":
         alone = kernel.batches == 1
-        return table.product(kernel.rows, kernel.columns, kernel.depth, dtype, on) if alone else None
+        return table.product(kernel.rows, kernel.columns, kernel.depth, stored, on, bits) if alone else None
     if not kernel.groups:
         return None
     if kernel.work == "experts":
-        return table.experts(kernel.rows, kernel.depth, kernel.columns, kernel.groups, kernel.batches, dtype, on)
+        sizes = kernel.rows, kernel.depth, kernel.columns, kernel.groups, kernel.batches
+        return table.experts(*sizes, stored, on, bits)
     pairs = kernel.flops / (4.0 * kernel.batches * kernel.depth)
     return table.attention(
         kernel.rows, kernel.columns, kernel.depth, max(1, kernel.batches // kernel.groups), kernel.groups, dtype, on,
         pairs,
     )  # fmt: skip
+
+
+def computed_in(kernel: Kernel, rates: Rates) -> tuple[str, float | None]:
+    """(dtype that a product or experts are computed in, bits of their weights where these are of another format)."""
+    stored, on = kernel.stored, rates.promised
+    if stored is None:
+        return rates.dtype, None
+    if stored.computes and on is not None and stored.computes in on.flops:
+        return stored.computes, None
+    return rates.dtype, stored.bits
 
 
 def measured_seconds(kernel: Kernel, rates: Rates) -> float:
@@ -157,10 +171,13 @@ def _arithmetic(kernel: Kernel, rates: Rates, sms: int) -> float:
         return 0.0
     if kernel.work == "attention":
         return kernel.flops / rates.attention_flops * rates.sms / sms
-    tile = _TILE if kernel.rows >= _TILE else max(_SMALLEST_TILE, 1 << (kernel.rows - 1).bit_length())
+    tile = _TILE if kernel.rows >= _TILE else max(rates.tile, 1 << (kernel.rows - 1).bit_length())
     tiles = kernel.batches * math.ceil(kernel.rows / tile) * math.ceil(kernel.columns / _TILE)
     splits = 1
     if tiles < sms:
         splits = min(max(1, kernel.depth // _SPLIT_DEPTH), max(1, sms // tiles))
-    of_one = 2.0 * tile * _TILE * kernel.depth / splits / (rates.product_flops / rates.sms)
+    flops, computes = rates.product_flops, computed_in(kernel, rates)[0]
+    if computes != rates.dtype and rates.promised is not None:
+        flops *= rates.promised.flops[computes] / rates.promised.flops[rates.dtype]
+    of_one = 2.0 * tile * _TILE * kernel.depth / splits / (flops / rates.sms)
     return math.ceil(tiles * splits / sms) * of_one

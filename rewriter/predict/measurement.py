@@ -186,6 +186,7 @@ def with_measured(
         assert passes.silent_decode is not None
         prefill = _phase(p.prefill, passes.prefill, passes.silent_prefill)
         decode = _phase(p.decode, passes.decode, passes.silent_decode)
+        first = predictions[0] if predictions else None
         tokens = p.batch * p.generate / generation_seconds(prefill, decode, p.generate)
         note = (
             f"Passes are those of one real rank on this machine's {where}; {p.fabric} {gives}. Computing is "
@@ -194,9 +195,11 @@ def with_measured(
         predictions.append(
             replace(
                 p, prefill=prefill, decode=decode, tokens_per_second=tokens,
-                speedup=tokens / predictions[0].tokens_per_second if predictions else 1.0, break_even_seconds=None,
+                decode_speedup=first.decode.seconds / decode.seconds if first else 1.0,
+                prefill_speedup=first.prefill.seconds / prefill.seconds if first else 1.0,
+                end_to_end=tokens / first.tokens_per_second if first else 1.0, break_even_seconds=None,
                 break_even_note="not measured", break_even_prefill_seconds=None,
-                seconds_per_token_interval=None, prefill_interval=None, speedup_interval=None,
+                seconds_per_token_interval=None, prefill_interval=None, end_to_end_interval=None,
                 break_even_prefill_note="not measured", time_to_first_token=(),
                 notes=(*p.notes, note), graphed=p.graphed and where == "cuda",
             )

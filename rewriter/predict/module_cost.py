@@ -6,7 +6,7 @@ its storage: views move nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +35,16 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "softmax", "logsumexp", "no
 
 
 class ModuleRun:
-    """Runs one module, or one operator of the wiring. `mesh`: sizes of the axes that the rank is part of."""
+    """Runs one module, or one operator of the wiring. `mesh`: sizes of the axes that the rank is part of; `names`:
+    of the model's weights that are of the format of `given`, those of the module."""
 
-    def __init__(self, given: ForwardPass, dtype: torch.dtype, mesh: Mapping[str, int]) -> None:
-        self.given, self.dtype, self.mesh = given, dtype, mesh
+    def __init__(
+        self, given: ForwardPass, dtype: torch.dtype, mesh: Mapping[str, int], names: Collection[str] = ()
+    ) -> None:
+        self.given, self.dtype, self.mesh, self.names = given, dtype, mesh, names
         self.operations: list[CostedOperation] = []
         self.weights: set[Hashable] = set()
+        self.stored: set[Hashable] = set()  # those of `given.weights`
         self.biased = False  # whether attention had a position bias
         self.alive: list[Any] = []  # keeps storages, by which values are known, from being used again
 
@@ -97,19 +101,21 @@ class ModuleRun:
     def _attribute(self, body: Body, name: str) -> torch.Tensor:
         if name in body.buffers:
             return torch.empty_like(body.buffers[name], device="meta")
-        return self._weight(body.parameters[name], body.stored.get(name))
+        return self._weight(name, body.parameters[name], body.stored.get(name))
 
-    def _weight(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _weight(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         weight = torch.empty(tuple(shape), dtype=dtype or self.dtype)
         self.weights.add(_storage(weight))
+        if any(f".{full}".endswith(f".{name}") for full in self.names):
+            self.stored.add(_storage(weight))
         self.alive.append(weight)
         return weight
 
     def _leaf(self, leaf: Leaf, name: str, x: torch.Tensor) -> torch.Tensor:
         if leaf.kind == "Dropout":
             return x
-        weight = self._weight(leaf.parameters["weight"])
-        bias = self._weight(leaf.parameters["bias"]) if "bias" in leaf.parameters else None
+        weight = self._weight(f"{name}.weight", leaf.parameters["weight"])
+        bias = self._weight(f"{name}.bias", leaf.parameters["bias"]) if "bias" in leaf.parameters else None
         if "Embedding" in leaf.kind:
             return self._record(name, (x,), (torch.empty(*x.shape, weight.shape[1], dtype=self.dtype),))
         sources = [x, weight] if bias is None else [x, weight, bias]
@@ -138,7 +144,7 @@ class ModuleRun:
         if target is ops.own_ranges:
             return args[0].narrow(args[2], 0, sum(end - begin for begin, end in args[3][0]))
         if target is ops.experts:
-            items = experts_items(args, kwargs, self.given.fused)
+            items = experts_items(args, kwargs, self.given)
             return self._record("experts", _tensors(args), (torch.empty_like(args[0]),), items=items)
         if target in (ops.all_reduce, ops.all_reduce_start):
             exchange = ModuleExchange("all_reduce", args[1], args[0].nbytes, axis_group(self.mesh, args[1]), "inside")
@@ -204,7 +210,14 @@ class ModuleRun:
             batches = out.shape[0] if out.dim() > 2 and not weights else 1
             rows = max(1, out.numel() // max(1, columns * batches))
             nbytes, read = sum(reads.values()) + sum(writes.values()), sum(reads[s] for s in weights)
-            items = [Kernel(name, "product", nbytes, 2.0 * out.numel() * depth, read, batches, rows, columns, depth)]
+            stored = self.given.weights if self.stored & set(reads) else None
+            kept = read if stored is None else round(read * stored.share(self.dtype.itemsize))
+            items = [
+                Kernel(
+                    name, "product", nbytes - read + kept, 2.0 * out.numel() * depth, kept, batches, rows, columns,
+                    depth, stored=stored,
+                )
+            ]  # fmt: skip
         self.operations.append(CostedOperation(name, reads, writes, tuple(items), weights, _reduced(name, sources)))
         return results[0] if results else sources[0]
 
@@ -244,10 +257,11 @@ def active_experts(experts: int, chosen: int, tokens: int) -> float:
     return experts * (1.0 - (1.0 - min(1.0, chosen / experts)) ** tokens)
 
 
-def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Item]:
+def experts_items(args: Any, kwargs: Mapping[str, Any], given: ForwardPass) -> list[Item]:
     """Kernels of `ops.experts`. As emitted, each active expert runs on its own tokens: two products and four pieces of
-    glue (gather, activation, weighting, scatter) after a sort. `fused`: one grouped product for all experts of each
+    glue (gather, activation, weighting, scatter) after a sort. Fused: one grouped product for all experts of each
     projection, as grouped kernels do it."""
+    fused, stored = given.fused, given.weights
     x, index, _, up, down = args[:5]
     tokens, chosen = index.shape
     size, count = x.element_size(), up.shape[0]
@@ -262,10 +276,12 @@ def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Ite
     for _ in range(groups):
         share = active / groups
         for elements, depth, columns in shapes:
-            weights = int(elements * share * size)
+            weights = int(elements * share * size * (1.0 if stored is None else stored.share(size)))
             nbytes, flops = weights + rows / groups * (depth + columns) * size, 2.0 * rows / groups * elements
             batches, each = max(1, round(share)), max(1, rows // active)
-            items.append(Kernel(EXPERTS, "product", nbytes, flops, weights, batches, each, columns, depth))
+            items.append(
+                Kernel(EXPERTS, "product", nbytes, flops, weights, batches, each, columns, depth, stored=stored)
+            )
         items += [Kernel("glue of experts", "glue", 2.0 * moved / groups / 4) for _ in range(1 if fused else 4)]
     if not fused:
         return list(items)
@@ -273,6 +289,6 @@ def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Ite
     return [
         measured_as(
             EXPERTS, "experts", items, batches=count, rows=tokens, columns=hidden, depth=width,
-            groups=chosen if gated else 0,
+            groups=chosen if gated else 0, stored=stored,
         )
     ]  # fmt: skip

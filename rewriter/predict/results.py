@@ -97,6 +97,36 @@ class FirstToken:
 
 
 @dataclass(frozen=True)
+class ExactChoice:
+    """A way to run the model as it is. `tp`: ranks that share heads and channels, in each of `stages` of layers, of
+    each of `replicas`.
+
+    `options`: names of `predict.engines`, with the `switches` that the engine has for them; `available`: it has all.
+    `rounds`: some sums are of fewer bits. `prefill_seconds`: of the workload's prompts; `decode_seconds`: per token of
+    each sequence. `tokens_per_second`: of all sequences, as in `Prediction`. `fits`: in the devices' memory.
+    """
+
+    name: str
+    tp: int
+    stages: int
+    replicas: int
+    prefill_seconds: float
+    decode_seconds: float
+    fits: bool
+    time_to_first_token: tuple[FirstToken, ...] = ()
+    tokens_per_second: float = 0.0
+    options: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
+    available: bool = True
+    rounds: bool = False
+    notes: tuple[str, ...] = ()
+
+    def generation_seconds(self, generate: int) -> float:
+        """Seconds from the prompt to the last of `generate` tokens."""
+        return self.prefill_seconds + (generate - 1) * self.decode_seconds
+
+
+@dataclass(frozen=True)
 class Prediction:
     """One recipe on one fabric.
 
@@ -110,7 +140,8 @@ class Prediction:
     takes as long at any place: the runtime's cache is allocated, and read, for prompt + generate tokens (less for
     windows).
     `tokens_per_second`: batch · generate / `generation_seconds`, prefill included: all sequences of one replica.
-    `speedup`: `tokens_per_second` / that of the first recipe named; 1.0 for itself.
+    `decode_speedup`, `prefill_speedup`, `end_to_end`: by how much a decode step, the prefill and a whole generation
+    (`tokens_per_second`) are faster than those of what the comparison is over (`RecipeComparison.over`).
 
     `break_even_seconds`: the time of one all-reduce above which the recipe's decode step beats the first recipe's, all
     all-reduces taking as long as each other; `break_even_prefill_seconds` likewise of the prefill. None where it always
@@ -119,8 +150,8 @@ class Prediction:
     that is less than the device's memory. `kind`: the recipe's ("exact", "approximating", "timing only", or None for
     an unknown). `notes`: what was estimated, passes that did nothing, …
 
-    `seconds_per_token_interval`, `prefill_interval`, `speedup_interval`: (low, high) that hold the truth in 80 of 100
-    cases (`predict.uncertainty`); None of what was measured.
+    `seconds_per_token_interval`, `prefill_interval`, `end_to_end_interval`: (low, high) that hold the truth in 80 of
+    100 cases (`predict.uncertainty`); None of what was measured.
     """
 
     recipe: str
@@ -135,7 +166,9 @@ class Prediction:
     prefill: Phase
     decode: Phase
     tokens_per_second: float
-    speedup: float
+    decode_speedup: float
+    prefill_speedup: float
+    end_to_end: float
     break_even_seconds: float | None
     break_even_note: str | None
     memory_bytes_per_rank: int
@@ -145,7 +178,7 @@ class Prediction:
     kind: str | None = None
     seconds_per_token_interval: tuple[float, float] | None = None
     prefill_interval: tuple[float, float] | None = None
-    speedup_interval: tuple[float, float] | None = None
+    end_to_end_interval: tuple[float, float] | None = None
     break_even_prefill_seconds: float | None = None
     break_even_prefill_note: str | None = None
     time_to_first_token: tuple[FirstToken, ...] = ()
@@ -200,8 +233,10 @@ class RecipeComparison:
 
     `model`: path or model type. `fabric`, `fabric_summary`: its name and a sentence on it; `device`: its GPU.
     `pareto`: points by recipe name, empty where not asked for. `what_if`: changes to the delays, as the user wrote
-    them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `baselines`: what
-    users have today, where asked for: recipes that were not named, and replicas of the model on fewer ranks.
+    them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `exact`: what
+    users can have without changing the model, where asked for, on `engine`. `over`: what speedups are over: the best
+    exact choice, or else the first recipe. `bound`: the model without communication, which no recipe passes.
+    `link`: what joins the fabric's GPUs; `parameters`: of the model.
     """
 
     model: str
@@ -214,25 +249,30 @@ class RecipeComparison:
     what_if: tuple[str, ...] = ()
     skipped: tuple[SkippedRecipe, ...] = ()
     seconds: float = 0.0
-    baselines: tuple[Prediction, ...] = ()
+    exact: tuple[ExactChoice, ...] = ()
+    engine: str = ""
+    over: str = ""
+    bound: Prediction | None = None
+    link: str = ""
+    parameters: int = 0
 
 
 def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
-    asked for, "pareto" lists the recipe's, as in `PredictedPoint`. Baselines follow, marked by "baseline"."""
+    asked for, "pareto" lists the recipe's, as in `PredictedPoint`. Exact choices follow, as in `ExactChoice`, under
+    "exact", and what bounds all recipes, under "bound"."""
     objects: list[dict[str, Any]] = []
-    for p in (*comparison.predictions, *comparison.baselines):
+    for p in (*comparison.predictions, *([comparison.bound] if comparison.bound else [])):
         known = {field.name: getattr(p, field.name) for field in fields(p)}
         known["time_to_first_token"] = [asdict(one) for one in p.time_to_first_token]
         known |= {key: getattr(p, key) for key in ("seconds_per_token", "exposed_communication_seconds_per_token")}
-        asked = {"model": comparison.model, "what_if": list(comparison.what_if)}
+        asked = {"model": comparison.model, "what_if": list(comparison.what_if), "over": comparison.over}
         seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
         phases: dict[str, Any] = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
-        phases["baseline"] = p in comparison.baselines
-        objects.append(known | asked | seconds | phases)
+        objects.append(known | asked | seconds | phases | {"bound": p is comparison.bound})
         if p.recipe in comparison.pareto:
             objects[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
-    return objects
+    return [*objects, *({"exact": asdict(one), "engine": comparison.engine} for one in comparison.exact)]
 
 
 def _phase(phase: Phase) -> dict[str, Any]:

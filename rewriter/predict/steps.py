@@ -3,7 +3,7 @@ and are waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,6 +122,38 @@ def _normed(listed: list[Step]) -> list[Step]:
             made[i] = changed = replace(begin, parts=(call,), exact=call)
             made[i + 1] = Await(changed)
     return made
+
+
+def sequence_parallel(listed: Sequence[Step]) -> list[Step]:
+    """The same steps, in which ranks norm their own tokens of a sum: it is scattered, and gathered after the norm
+    (Korthikanti et al., arXiv 2205.05198, section 4.2)."""
+    made: list[Step] = []
+    scattered: Begin | None = None
+    for step in listed:
+        call = step.exact if isinstance(step, Begin) else None
+        if isinstance(step, Begin) and call is not None and call.norm:
+            scattered = replace(step, parts=(replace(call, kind="reduce_scatter", norm=False),))
+            made.append(scattered)
+        elif isinstance(step, Await) and scattered is not None and step.begin.exact.norm:
+            made.append(Await(scattered))
+        elif isinstance(step, TimelineRun) and scattered is not None:
+            made += _norms_of_own_tokens(step, scattered)
+            scattered = None
+        else:
+            made.append(step)
+    return made
+
+
+def _norms_of_own_tokens(step: TimelineRun, scattered: Begin) -> Iterator[Step]:
+    norm, *rest = step.kernels
+    ranks = scattered.exact.size
+    own = replace(norm, nbytes=norm.nbytes / ranks, rows=max(1, norm.rows // ranks))
+    gather = replace(scattered, parts=(replace(scattered.exact, kind="all_gather", norm=False),))
+    yield TimelineRun(step.name, step.layer, (own,))
+    yield gather
+    yield Await(gather)
+    if rest:
+        yield TimelineRun(step.name, step.layer, tuple(rest))
 
 
 def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) -> Iterator[Step]:

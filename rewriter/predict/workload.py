@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rewriter.common.errors import RewriterError, shortened
+from rewriter.predict.weight_formats import StoredWeights, WeightFormat, stored_weights
 
 MOST_TOKENS = 1 << 32
 AttentionKernels = Literal["fused", "plain"]
@@ -22,8 +23,10 @@ class Workload:
     `attention`: one kernel, or "plain": products with the scores between them in memory, over keys and values that are
     repeated for every query head, and over the whole static cache in a prefill, too (ranks that share the tokens of a
     prompt keep their own kernels). `all_logits`: a prefill computes those of every position, not of the last alone.
-    `served`: intervals are of what a server's clients measure. Raises RewriterError for a number below 1, for more
-    tokens than 2^32, and for attention of another name.
+    `served`: intervals are of what a server's clients measure. `weights`: the format of the layers' weights (None: as
+    the config says). `cache`: the dtype of keys and values (None: the model's). `l2_prefetch`, `sequence_parallel`:
+    with these options of engines (`predict.exact`). Raises RewriterError for a number below
+    1, for more tokens than 2^32, and for attention, weights or a cache of another name.
     """
 
     batch: int = 1
@@ -37,10 +40,17 @@ class Workload:
     attention: AttentionKernels = "fused"
     all_logits: bool = False
     served: bool = False
+    weights: WeightFormat | None = None
+    cache: Literal["float8"] | None = None
+    l2_prefetch: bool = False
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in get_args(AttentionKernels):
             raise RewriterError(f"--attention {self.attention}: expected {' or '.join(get_args(AttentionKernels))}")
+        stored_weights(self.weights, None)
+        if self.cache not in (None, "float8"):
+            raise RewriterError(f"--cache {self.cache!r:.40}: expected float8. Leave it out for the model's dtype")
         for name in ("tp", "nodes", "sp"):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise RewriterError(f"--{name} {number}: expected 1 or more")
@@ -66,11 +76,35 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A fabric by name, file or value, changes to its delays, and whose library's collectives (None: its first)."""
+    """A fabric by name, file or value, changes to its delays, and whose library's collectives (None: its first; of
+    several the fastest)."""
 
     fabric: Any = "h100-nvlink"
     what_if: tuple[str, ...] = ()
-    library: str | None = None
+    library: str | tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """`tokens` proposed for each step, of which each is accepted with probability `acceptance` if those before it are.
+
+    Raises RewriterError for fewer than one token, and for a probability outside of [0, 1).
+    """
+
+    tokens: int
+    acceptance: float
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or not 0.0 <= self.acceptance < 1.0:
+            raise RewriterError(
+                f"--draft {self.tokens}:{self.acceptance:g}: expected a number of tokens above 0 and a rate below 1, "
+                "such as 3:0.7"
+            )
+
+    @property
+    def expected_tokens(self) -> float:
+        """Tokens that a step yields (Leviathan et al., arXiv 2211.17192, equation 1)."""
+        return (1 - self.acceptance ** (self.tokens + 1)) / (1 - self.acceptance)
 
 
 @dataclass(frozen=True)
@@ -83,6 +117,8 @@ class ForwardPass:
     the head is wanted (0: of all). `fused`: the module is compiled. `plain`: over how many keys a prefill's attention
     goes where no kernel is fused, the cache's length (0: kernels are fused). `cache_only`: the pass is for its keys and
     values, so all that none of them needs is left out: the last attention but for what it stores, and what follows it.
+    `weights`: the format of the layers' weights, None for the model's dtype. `small_cache`:
+    keys and values are of 8 bits.
     """
 
     batch: int
@@ -93,6 +129,8 @@ class ForwardPass:
     plain: int = 0
     cache_only: bool = False
     before: int = 0
+    weights: StoredWeights | None = None
+    small_cache: bool = False
 
     @property
     def is_decode(self) -> bool:

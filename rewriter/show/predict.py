@@ -16,21 +16,27 @@ from rich.text import Text
 
 from rewriter.common.numbers import digits, duration, percent, size, times
 from rewriter.common.tables import plain_table
-from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
+from rewriter.predict.engines import engine_named
+from rewriter.predict.results import ExactChoice, Phase, PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import COLUMNS as VALIDATED
 from rewriter.predict.validation import Validation
+from rewriter.predict.verdict import verdict
 from rewriter.predict.workload import FIRST_TOKEN_PROMPTS
 from rewriter.show.charts import pareto
 from rewriter.show.page import render
 from rewriter.show.timeline import label_of, named, scale, shown, timeline
 
 FIRST_TOKENS = {prompt: f"TTFT {prompt // 1024}k" for prompt in FIRST_TOKEN_PROMPTS}
+SPEEDUPS = ("decode speedup", "prefill speedup", "end to end")
 COLUMNS = (
-    "prefill", *FIRST_TOKENS.values(), "per token", "80 %", "tokens/s", "exposed", "share", "speedup", "break-even",
+    "prefill", *FIRST_TOKENS.values(), "per token", "80 %", "tokens/s", "exposed", "share", *SPEEDUPS, "break-even",
     "memory",
 )  # fmt: skip
-DROPPED = ("80 %", "memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
-DROPPED_FOR_FIRST_TOKENS = ("tokens/s", "share", "break-even")  # then, where there are times to first token
+# first where the terminal is too narrow; the page and JSON have all
+DROPPED = ("80 %", "memory", "prefill", "exposed", "tokens/s")
+DROPPED_FOR_FIRST_TOKENS = ("break-even", "share")  # then, where there are times to first token
+EXACT = ("prefill", *FIRST_TOKENS.values(), "per token", "tokens/s", "end to end", "memory", "available")
+DROPPED_OF_EXACT = ("TTFT 1k", "TTFT 32k", "memory", "prefill", "TTFT 8k", "tokens/s")
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
@@ -42,6 +48,7 @@ LEGEND = {
     "80 %": "80 %: how far off that may be in 4 of 5 cases.",
     **dict.fromkeys(("exposed", "share"), "Exposed: waiting for communication in a decode step; share: of that step."),
     "tokens/s": "Tokens/s: of a whole generation, prefill included.",
+    **dict.fromkeys(SPEEDUPS, "Speedups of a decode step, the prefill and a whole generation are over {over}."),
     "break-even": "Break-even: an all-reduce must take longer than this for the recipe to pay in decoding.",
 }
 
@@ -61,15 +68,19 @@ class ComparisonReport:
         if c.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
-        every = (*c.predictions, *c.baselines)
+        every = (*c.predictions, *([c.bound] if c.bound else []))
         columns = columns_of(every)
         rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in c.predictions]
-        rows += [(_name(p) + " [dim](baseline)[/]", cells(p), "" if p.fits else "dim") for p in c.baselines]
-        dropped = (*DROPPED, *(DROPPED_FOR_FIRST_TOKENS if set(FIRST_TOKENS.values()) & set(columns) else ()))
+        rows += [(_name(p) + " [dim](bound)[/]", cells(p), "dim") for p in every[len(c.predictions) :]]
+        more = DROPPED_FOR_FIRST_TOKENS if set(FIRST_TOKENS.values()) & set(columns) else ()
+        dropped = (*DROPPED, *more, "prefill speedup", "decode speedup")
         table = _fitting(None, columns, dropped, rows, console, options)
         if table is not None:
             yield table
-            yield Text(legend([str(column.header) for column in table.columns]), style="dim")
+            yield Text(legend([str(column.header).replace("\n", " ") for column in table.columns], c.over), style="dim")
+            if c.exact:
+                yield Text()
+                yield from _exact(c, console, options)
             yield Text()
             title, spent = "One pass of one rank", _times(c.predictions)
             if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
@@ -77,7 +88,8 @@ class ComparisonReport:
         else:
             for prediction in every:
                 yield _card(prediction)
-            yield Text(legend(columns), style="dim")
+            yield Text(legend(columns, c.over), style="dim")
+            yield from (_exact_card(c, one) for one in c.exact)
         if self.pareto:
             yield Text()
             yield _pareto(c.pareto)
@@ -86,6 +98,53 @@ class ComparisonReport:
         if said := [*said, *notes(c)]:
             yield Text()
             yield Text("\n".join(said))
+        if found := verdict(c):
+            yield Text()
+            yield Text(found, style="bold")
+
+
+def exact_rows(c: RecipeComparison) -> list[tuple[str, dict[str, str], str]]:
+    """(name, cells of EXACT, style) of the exact choices."""
+    best = next((one for one in c.exact if one.name == c.over), None)
+    return [(escape(one.name), _exact_cells(one, best), "" if one.fits and one.available else "dim") for one in c.exact]
+
+
+def _exact_cells(one: ExactChoice, best: ExactChoice | None) -> dict[str, str]:
+    first = {f.prompt: duration(f.seconds) + ("" if f.fits else " !") for f in one.time_to_first_token}
+    return {
+        "prefill": duration(one.prefill_seconds),
+        **{column: first.get(prompt, "–") for prompt, column in FIRST_TOKENS.items()},
+        "per token": duration(one.decode_seconds),
+        "tokens/s": digits(one.tokens_per_second),
+        "end to end": times(one.tokens_per_second / best.tokens_per_second) if best else "–",
+        "memory": "" if one.fits else "!",
+        "available": ", ".join(one.switches) or "yes" if one.available else "not in this engine",
+    }
+
+
+def _exact(c: RecipeComparison, console: Console, options: ConsoleOptions) -> RenderResult:
+    """The table of exact choices."""
+    title = f"The model as it is, in {engine_title(c.engine)}"
+    table = _fitting(title, EXACT, DROPPED_OF_EXACT, exact_rows(c), console, options, "choice")
+    if table is not None:
+        yield table
+    else:
+        yield from (_exact_card(c, one) for one in c.exact)
+
+
+def _exact_card(c: RecipeComparison, one: ExactChoice) -> Table:
+    table = plain_table(escape(one.name), show_header=False)
+    table.add_column(style="dim", overflow="fold")
+    table.add_column(overflow="fold")
+    for column, cell in _exact_cells(one, next((x for x in c.exact if x.name == c.over), None)).items():
+        if cell:
+            table.add_row(column, escape(cell))
+    return table
+
+
+def engine_title(name: str) -> str:
+    """ "vllm 0.33.0"."""
+    return f"{name} {engine_named(name).version}"
 
 
 def columns_of(predictions: Sequence[Prediction]) -> list[str]:
@@ -94,9 +153,10 @@ def columns_of(predictions: Sequence[Prediction]) -> list[str]:
     return [column for column in COLUMNS if column in known or column not in FIRST_TOKENS.values()]
 
 
-def legend(columns: Sequence[str]) -> str:
-    """The meanings of those of COLUMNS that are shown."""
-    return " ".join(dict.fromkeys(LEGEND[column] for column in columns if column in LEGEND))
+def legend(columns: Sequence[str], over: str) -> str:
+    """The meanings of those of COLUMNS that are shown. `over`: what speedups are over."""
+    said = " ".join(dict.fromkeys(LEGEND[column] for column in columns if column in LEGEND))
+    return said.replace("{over}", over or "the first recipe")
 
 
 def cells(p: Prediction) -> dict[str, str]:
@@ -111,7 +171,9 @@ def cells(p: Prediction) -> dict[str, str]:
         "tokens/s": digits(p.tokens_per_second),
         "exposed": duration(exposed),
         "share": percent(exposed, p.seconds_per_token),
-        "speedup": times(p.speedup),
+        "decode speedup": times(p.decode_speedup),
+        "prefill speedup": times(p.prefill_speedup),
+        "end to end": times(p.end_to_end),
         # of a note, the words up to their explanation
         "break-even": re.split("[:,]", p.break_even_note or "–")[0] if seconds is None else duration(seconds),
         "memory": size(p.memory_bytes_per_rank) + ("" if p.fits else " !"),
@@ -149,9 +211,10 @@ def model_name(comparison: RecipeComparison) -> str:
     return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
 
 
-def _table(title: str | None, columns: Sequence[str]) -> Table:
-    numbers = [column for column in columns if column != "pass"]
-    table = plain_table(title, "recipe", *columns, numbers=numbers, fold=("recipe",), whole=columns)
+def _table(title: str | None, columns: Sequence[str], first: str = "recipe") -> Table:
+    names = [column.replace(" speedup", "\nspeedup") for column in columns]  # no wider than their figures
+    numbers = [name for name in names if name not in ("pass", "available")]
+    table = plain_table(title, first, *names, numbers=numbers, fold=(first,), whole=names)
     table.columns[0].max_width = 28
     return table
 
@@ -163,11 +226,12 @@ def _fitting(
     rows: Sequence[tuple[str, Mapping[str, str], str]],
     console: Console,
     options: ConsoleOptions,
+    first: str = "recipe",
 ) -> Table | None:
     """A table of (name, cells by column, style) without those `dropped` that have no room; None if it still lacks."""
     for count in range(len(dropped) + 1):
         kept = [column for column in columns if column not in dropped[:count]]
-        table = _table(title, kept)
+        table = _table(title, kept, first)
         for name, known, style in rows:
             table.add_row(name, *(escape(known[column]) for column in kept), style=style)
         if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
@@ -222,15 +286,15 @@ def degree(q: PredictedPoint) -> str:
 def notes(comparison: RecipeComparison) -> list[str]:
     """Sentences that belong to the numbers. A note that several recipes share is said once, in order of appearance."""
     by_note: dict[str, list[str]] = {}
-    for p in (*comparison.predictions, *comparison.baselines):
+    for p in comparison.predictions:
         for note in p.notes:
             by_note.setdefault(note, []).append(p.recipe)
     said = [
-        ("" if len(recipes) == len(comparison.predictions) + len(comparison.baselines) else f"{', '.join(recipes)}: ")
-        + note
+        ("" if len(recipes) == len(comparison.predictions) else f"{', '.join(recipes)}: ") + note
         for note, recipes in by_note.items()
     ]
-    return said + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in comparison.skipped]
+    needs = dict.fromkeys(note for one in comparison.exact for note in one.notes)
+    return [*said, *needs] + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in comparison.skipped]
 
 
 # --- the page ---
@@ -260,8 +324,10 @@ def predict_page(
     return render(
         "predict.html.j2", title=f"{model_name(comparison)}: what recipes gain on {comparison.fabric}",
         comparison=comparison,
-        setting=setting(comparison), modelled=(mark, why), headline=headline(predictions),
-        columns=columns, legend=legend(columns),
+        setting=setting(comparison), modelled=(mark, why), headline=headline(comparison),
+        columns=columns, legend=legend(columns, comparison.over),
+        exact=[(name, [known[column] for column in EXACT]) for name, known, _ in exact_rows(comparison)],
+        exact_columns=EXACT, engine=engine_title(comparison.engine) if comparison.engine else "",
         speeds=[(p.recipe, [cells(p)[column] for column in columns]) for p in predictions],
         passes=passes if predictions else (),
         points=points, pareto=pareto(comparison.pareto), validation=validation, validated=VALIDATED,
@@ -269,19 +335,24 @@ def predict_page(
     )  # fmt: skip
 
 
-def headline(predictions: Sequence[Prediction]) -> str:
-    """The result in a sentence."""
+def headline(comparison: RecipeComparison) -> str:
+    """The result in a sentence: the verdict, where exact choices were predicted."""
+    predictions = comparison.predictions
     if not predictions:
         return "No recipe could be predicted."
     first, others = predictions[0], [p for p in predictions[1:] if p.kind != "timing only" and p.fits]
     share = percent(first.exposed_communication_seconds_per_token, first.seconds_per_token)
     waits = f"With {first.recipe}, a rank waits for communication during {share} of a decode step."
+    if found := verdict(comparison):
+        return f"{waits} {found}"
     if not others:
         return waits
-    best = max(others, key=lambda p: round(p.speedup, 2))  # of equals, the first named
-    if best.speedup <= 1:
+    best = max(others, key=lambda p: round(p.end_to_end, 2))  # of equals, the first named
+    if best.end_to_end <= 1:
         return f"{waits} None of the other recipes is faster."
-    return f"{waits} {best.recipe} gives {times(best.speedup)} its tokens per second: {digits(best.tokens_per_second)}."
+    return (
+        f"{waits} {best.recipe} gives {times(best.end_to_end)} its tokens per second: {digits(best.tokens_per_second)}."
+    )
 
 
 def _pass(title: str, phases: Sequence[tuple[Prediction, Phase]]) -> dict[str, Any]:

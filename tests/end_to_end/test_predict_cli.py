@@ -30,7 +30,7 @@ ROWS = (
 VALIDATION = Validation("2 ranks on a CPU core each, gloo", "a fabric calibrated on this machine", ROWS)
 KEYS = (
     "recipe", "prefill_seconds", "seconds_per_token", "tokens_per_second", "exposed_communication_seconds_per_token",
-    "speedup",
+    "end_to_end",
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
 def test_what_is_asked_reaches_the_api(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict org/model --recipe tensor-parallel --recipe ladder --fabric h100-2x8-ib --tp 16 --nodes 2 --sp 2"
     more = "--batch 4 --prompt 2048 --generate 128 --what-if all_reduce=+5us --what-if bandwidth=x0.5 --eager --pareto"
-    design = "--attention plain --all-logits --served"
+    design = "--attention plain --all-logits --served --weights int4 --cache float8 --engine sglang --draft 3:0.7"
     assert main([*words.split(), *more.split(), *design.split()]) == 0
     assert api.calls == [
         (
@@ -73,7 +73,8 @@ def test_what_is_asked_reaches_the_api(api: Api, capsys: pytest.CaptureFixture[s
             dict(
                 fabric="h100-2x8-ib", library=None, tp=16, nodes=2, sp=2, batch=4, prompt=2048, generate=128,
                 graphed=False, what_if=("all_reduce=+5us", "bandwidth=x0.5"), pareto=True, compiled=None,
-                attention="plain", all_logits=True, served=True, baselines=True, trust_remote_code=False,
+                attention="plain", all_logits=True, served=True, weights="int4", cache="float8", l2_prefetch=False,
+                sequence_parallel=False, exact=True, engine="sglang", tokens=3, acceptance=0.7, trust_remote_code=False,
             ),
         )
     ]  # fmt: skip
@@ -86,8 +87,8 @@ def test_json_is_a_list_with_an_object_per_recipe(api: Api, capsys: pytest.Captu
     assert main(["predict", "m", "--recipe", "tensor-parallel", "--recipe", "ladder", "--pareto", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["recipe"] for one in found] == ["tensor-parallel", "ladder"]
-    assert found[0]["speedup"] == 1.0
-    assert found[1]["speedup"] == pytest.approx(found[1]["tokens_per_second"] / found[0]["tokens_per_second"])
+    assert found[0]["end_to_end"] == 1.0
+    assert found[1]["end_to_end"] == pytest.approx(found[1]["tokens_per_second"] / found[0]["tokens_per_second"])
     for one in found:
         assert all(key in one for key in KEYS)
         assert {point["tp"] for point in one["pareto"]} == {2, 4, 8}
@@ -213,7 +214,7 @@ def test_measured_passes_replace_predicted_ones() -> None:
     assert first.generation_seconds == pytest.approx(whole)
     assert first.tokens_per_second == pytest.approx(512 / whole)
     assert first.exposed_communication_seconds_per_token == pytest.approx(0.001)
-    assert second.speedup == pytest.approx(second.tokens_per_second / first.tokens_per_second)
+    assert second.end_to_end == pytest.approx(second.tokens_per_second / first.tokens_per_second)
     assert "One decode step" in page(with_measured(predicted, measured, "cpu"))
 
 
@@ -288,7 +289,7 @@ def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
     for p, count in zip(found.predictions, reductions, strict=True):
         # two more gather logits and embed tokens
         assert (count - 2) * 0.02 * 0.9 < p.decode.exposed_seconds < count * 0.02 + 0.2
-    assert desync.speedup > 1.3
+    assert desync.end_to_end > 1.3
     assert standard.prefill.spans == ()
     # a bare config gets random weights
     config = tmp_path / "config.json"
@@ -321,7 +322,7 @@ def test_real_ranks_are_compared_with_an_emulated_one(capsys: pytest.CaptureFixt
     words = "predict examples/tiny-llama --recipe tensor-parallel --recipe ladder --tp 2 --prompt 32 --generate 8"
     assert main([*words.split(), "--validate", "--json"]) == 0
     objects = json.loads(capsys.readouterr().out)
-    assert [one["recipe"] for one in objects if not one["baseline"]] == ["tensor-parallel", "ladder"]
+    assert [one["recipe"] for one in objects if one.get("bound") is False] == ["tensor-parallel", "ladder"]
     for one in objects[:2]:
         found = one["validation"]
         if len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2:

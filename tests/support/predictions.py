@@ -66,7 +66,9 @@ def comparison(
         found.append(
             Prediction(
                 recipe, "h100-nvlink", modelled, 8, 1, 1, 1024, 512, True, prefill, decode,
-                512 / seconds, 512 / seconds / first, 12e-6 if hidden else None,
+                512 / seconds, found[0].decode.seconds / decode.seconds if found else 1.0,
+                found[0].prefill.seconds / prefill.seconds if found else 1.0, 512 / seconds / first,
+                12e-6 if hidden else None,
                 None if hidden else "the same program", 18_400_000_000, fits, notes,
                 kind="timing only" if recipe == "upper-bound" else "exact",
             )

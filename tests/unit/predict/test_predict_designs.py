@@ -100,7 +100,7 @@ def test_a_longer_step_makes_the_same_saving_a_smaller_gain(model: Program) -> N
             ["tensor-parallel", "ladder"],
             **predicting(tp=8, batch=64, prompt=1024, generate=64, library="nccl", **design),
         ).predictions
-        return found[1].speedup
+        return found[1].end_to_end
 
     usual, plain = gain(), gain(attention="plain")
     whole = gain(set={"tensor_parallel.vocabulary": False})
@@ -169,7 +169,10 @@ def test_a_servers_interval_holds_one_more_deviation_and_the_quotient_none(model
         for served in (False, True)
     }
     for usual, wider in zip(found[False], found[True], strict=True):
-        assert (usual.seconds_per_token, usual.speedup_interval) == (wider.seconds_per_token, wider.speedup_interval)
+        assert (usual.seconds_per_token, usual.end_to_end_interval) == (
+            wider.seconds_per_token,
+            wider.end_to_end_interval,
+        )
         deviations = []
         for p in (usual, wider):
             assert p.seconds_per_token_interval is not None

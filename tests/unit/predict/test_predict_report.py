@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,7 +17,15 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import write_text
 from rewriter.common.numbers import digits, duration, percent
 from rewriter.common.svg import log_ticks, strokes, ticks
-from rewriter.predict.results import FirstToken, PredictedPoint, RecipeComparison, SkippedRecipe
+from rewriter.predict.results import (
+    ExactChoice,
+    FirstToken,
+    PredictedPoint,
+    Prediction,
+    RecipeComparison,
+    SkippedRecipe,
+)
+from rewriter.predict.verdict import published, verdict
 from rewriter.predict.workload import FIRST_TOKEN_PROMPTS
 from rewriter.show.charts import pareto
 from rewriter.show.predict import ComparisonReport, headline
@@ -59,9 +68,9 @@ def test_a_row_per_recipe_says_what_it_gains(width: int) -> None:
     lines = shown(found, width).splitlines()
     row = next(line for line in lines if line.startswith("ladder "))
     p = found.predictions[1]
-    for cell in (duration(p.seconds_per_token), f"{p.speedup:.2f}×", "12.0 µs"):
+    for cell in (duration(p.seconds_per_token), f"{p.end_to_end:.2f}×", "12.0 µs"):
         assert cell in row
-    assert (duration(p.prefill.seconds) in row, "18.40 GB" in row) == (width >= 100, width >= 100)
+    assert (duration(p.prefill.seconds) in row, "18.40 GB" in row) == (width >= 140, width >= 140)
     assert any("prefill" in line and duration(p.prefill.seconds) in line for line in lines)
     assert percent(p.exposed_communication_seconds_per_token, p.seconds_per_token) in row
     assert ("80 %:" in "\n".join(lines)) == (" 80 % " in "\n".join(lines))  # explained, and shown
@@ -222,13 +231,54 @@ def test_twenty_recipes_of_eighty_layers_stay_below_a_megabyte() -> None:
 
 
 def test_the_headline_names_the_best_that_can_be_run() -> None:
-    found = comparison(("tensor-parallel", "ladder", "upper-bound")).predictions
-    assert found[1].recipe in headline(found)
-    swift = [found[0], replace(found[1], fits=False), replace(found[2], speedup=9.0)]
-    assert "9.00" not in headline(swift)
-    slower = [found[0], replace(found[1], speedup=0.8)]
-    assert "None of the other recipes is faster." in headline(slower)
-    assert headline([]) == "No recipe could be predicted."
+    whole = comparison(("tensor-parallel", "ladder", "upper-bound"))
+    found = whole.predictions
+
+    def said(*predictions: Prediction) -> str:
+        return headline(replace(whole, predictions=predictions))
+
+    assert found[1].recipe in said(*found)
+    assert "9.00" not in said(found[0], replace(found[1], fits=False), replace(found[2], end_to_end=9.0))
+    assert "None of the other recipes is faster." in said(found[0], replace(found[1], end_to_end=0.8))
+    assert said() == "No recipe could be predicted."
+
+
+def exact(name: str, tokens_per_second: float, **other: Any) -> ExactChoice:
+    known: dict[str, Any] = dict(tp=8, stages=1, replicas=1, prefill_seconds=4e-3, decode_seconds=3e-3, fits=True)
+    return ExactChoice(name, **{**known, **other}, tokens_per_second=tokens_per_second)
+
+
+def test_the_verdict_is_the_best_that_the_engine_has() -> None:
+    found = replace(comparison(("tensor-parallel", "ladder-upper-half")), engine="vllm", link="pcie")
+    tokens = found.predictions[1].tokens_per_second
+    slow = exact("TP 8", tokens / 1.2)
+    fast = exact("8 replicas of 1 GPU", tokens * 2, tp=1, replicas=8, switches=("--data-parallel-size",))
+    lacking = exact("TP 8, L2 prefetch", tokens * 3, available=False)
+    changed = tuple(replace(p, kind="approximating") for p in found.predictions)
+    kept = verdict(replace(found, predictions=changed, exact=(slow, fast, lacking), over=fast.name))
+    assert kept.startswith("Best as it is: 8 replicas of 1 GPU (vllm: --data-parallel-size)")
+    assert "Do not shard it. No recipe gains 5 %" in kept
+    better = verdict(replace(found, predictions=changed, exact=(slow, lacking), over=slow.name, parameters=10**9))
+    assert "ladder-upper-half gives 1.20× of that end to end" in better
+    assert "nobody measured that it heals at this size" in better
+    assert f"{published()['pcie']['points']} published figures over such a link" in better
+    small = replace(found, predictions=changed, exact=(slow,), over=slow.name, parameters=134515008, link="")
+    assert "it heals: SmolLM2-135M-Instruct ended 3% above its loss" in verdict(small)
+    assert "no published figure over such a link" in verdict(small)
+    assert "Nothing fits" in verdict(replace(small, exact=(replace(slow, fits=False),)))
+    assert verdict(found) == ""
+
+
+def test_exact_choices_are_a_table_that_says_what_the_engine_lacks() -> None:
+    found = replace(comparison(), engine="vllm", over="TP 8")
+    found = replace(found, exact=(exact("TP 8", 100.0), exact("TP 8, L2 prefetch", 120.0, available=False)))
+    for width in (140, 90):
+        lines = shown(found, width).splitlines()
+        assert any(line.startswith("The model as it is, in vllm") for line in lines)
+        assert any("L2 prefetch" in line and "1.20×" in line and "not in this engine" in line for line in lines)
+        assert all(len(line) <= width for line in lines)
+    assert "not in this engine" in shown(found, 40).replace("\n", " ")
+    assert "not in this engine" in page(found)
 
 
 def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,259 @@
+"""What users can have without changing the model: faster sums, fewer GPUs to a replica, stages, drafts.
+
+A choice is a layout (tensor-parallel ranks, stages, replicas) with options of an engine (`predict.engines`). Sums are
+those of the fastest library that the engine may use, for every message. The rest is as `rewrite predict` simulates it:
+
+- L2 prefetch: while a sum is waited for, the next kernels' weights are read into the L2 cache, of which a share may be
+  set aside. Hidden is the least of the sum, of that share and of the weights at the memory's rate.
+- sequence parallelism: in a prefill each sum is a reduce-scatter, a norm of a rank's own tokens, and an all-gather.
+- quantized prompt sums: the prefill of `tensor-parallel-int8`, the decode step of the standard model.
+- replicas: each serves its share of the batch.
+- stages: p microbatches follow each other, so that a token takes a pass over all stages for a p-th of the batch and p
+  messages; a prefill of m parts takes (p - 1 + m) / m passes of a stage.
+- a draft of k tokens, of which each is accepted with probability a: a step yields (1 - a^(k+1)) / (1 - a) tokens
+  (Leviathan et al., arXiv 2211.17192, equation 1) and takes one pass over k + 1 tokens and k of the draft, each as long
+  as one layer and what is outside of the layers, as a head for multi-token prediction is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from rewriter.common.errors import RewriterError
+from rewriter.fabric import Call
+from rewriter.ir import Program
+from rewriter.ir.communication import model_dtype_bytes
+from rewriter.predict.analytic import Predictor, bytes_per_rank
+from rewriter.predict.candidates import Candidates
+from rewriter.predict.engines import OptionName, engine_named, options
+from rewriter.predict.results import ExactChoice, FirstToken
+from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Draft, ForwardPass
+from rewriter.recipes.apply import load_recipe
+
+_PART = 2048  # tokens of a prompt that go through the stages together, at least
+_SUMS: tuple[OptionName, ...] = ("one-shot-pcie", "one-shot-roce", "fused-norm")
+_STANDARD, _QUANTIZED = "tensor-parallel", "tensor-parallel-int8"
+
+
+@dataclass
+class ExactChoices:
+    """The choices of one model on a predictor's workload and fabric, for an engine by name."""
+
+    predictor: Predictor
+    candidates: Candidates
+    engine: str = "vllm"
+    draft: Draft | None = None
+    programs: dict[tuple[str, int], Program | None] = field(default_factory=dict)
+
+    def all(self) -> list[ExactChoice]:
+        """All that can be simulated: plain tensor parallelism first, with each option alone, then other layouts.
+
+        Raises RewriterError for an unknown engine, and where the standard model cannot be simulated.
+        """
+        load, ranks = self.predictor.workload, self.predictor.workload.tp
+        plain = self._choice(f"TP {ranks}" if ranks > 1 else "1 GPU", ranks)
+        if plain is None:
+            raise RewriterError(f"{self.predictor.fabric.name}: it cannot run the standard model on {ranks} ranks")
+        single = [one for name in self._applicable() if (one := self._with(name)) is not None]
+        available = self.available
+        layouts = [*self._replicas(available), *self._stages(available)]
+        several = [] if len(available) < 2 else [self._choice(f"TP {ranks}, all of these", ranks, names=available)]
+        drafted = [] if self.draft is None or load.tp < 1 else [self._drafted(plain)]
+        return [plain, *single, *(one for one in several if one is not None), *layouts, *drafted]
+
+    # --- options ---
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Those whose all-reduces the engine takes without options; none where the fabric is by formula."""
+        known = self.predictor.fabric.libraries
+        return tuple(name for name in ("nccl", "gloo", engine_named(self.engine).library) if name in known)
+
+    @property
+    def available(self) -> list[OptionName]:
+        """The options for every layout that the engine has on this fabric."""
+        return [name for name in self._applicable() if name in (*_SUMS, "l2-prefetch") and self._release(name)]
+
+    def usable(self, names: Sequence[OptionName]) -> tuple[str, ...] | None:
+        """The libraries of the engine with these options; None where the fabric is by formula."""
+        extra = [library for name in names for library in options()[name].libraries]
+        known = self.predictor.fabric.backends
+        return tuple(library for library in (*self.libraries, *extra) if library in known) or None
+
+    def _release(self, name: OptionName) -> str | None:
+        """How the engine switches an option on; None where no release has it."""
+        release = options()[name].engines.get(self.engine)
+        return None if release is None else release.switch
+
+    def _applicable(self) -> list[OptionName]:
+        """Options that this fabric and workload can have, layouts aside."""
+        if self.predictor.workload.tp < 2:
+            return []
+        backends = self.predictor.fabric.backends
+        found = [name for name in _SUMS if any(library in backends for library in options()[name].libraries)]
+        cached: list[OptionName] = ["l2-prefetch"] if self.predictor.fabric.device.l2_bytes else []
+        return [*found, *cached, "sequence-parallel", "quantized-prompt-sums"]
+
+    def _with(self, name: OptionName) -> ExactChoice | None:
+        ranks = self.predictor.workload.tp
+        return self._choice(f"TP {ranks}, {options()[name].title}", ranks, names=[name])
+
+    # --- layouts ---
+
+    def _replicas(self, available: Sequence[OptionName]) -> Iterator[ExactChoice]:
+        """The fastest layout of replicas that fits."""
+        load, ranks = self.predictor.workload, self.predictor.workload.tp
+        found = []
+        for degree in (d for d in range(1, ranks) if ranks % d == 0):
+            count, each = ranks // degree, -(-load.batch * degree // ranks)
+            words = f"{count} replicas of {degree} GPU{'s' * (degree > 1)}"
+            one = self._choice(words, degree, batch=each, replicas=count, names=["replicas", *available])
+            if one is not None and one.fits:
+                used = -(-load.batch // each)
+                rate = load.batch * load.generate / one.generation_seconds(load.generate)
+                said = f"{words}: {used} of them serve {each} of {load.batch} sequences each"
+                found.append(replace(one, tokens_per_second=rate, notes=(*one.notes, said)))
+        yield from sorted(found, key=lambda one: -one.tokens_per_second)[:1]
+
+    def _stages(self, available: Sequence[OptionName]) -> Iterator[ExactChoice]:
+        """The fastest layout of stages that fits."""
+        ranks, found = self.predictor.workload.tp, []
+        layers = self.candidates.original.source.num_layers
+        for stages in (p for p in range(2, ranks + 1) if ranks % p == 0 and p <= layers):
+            one = self._staged(stages, ranks // stages, available)
+            if one is not None and one.fits:
+                found.append(one)
+        yield from sorted(found, key=lambda one: -one.tokens_per_second)[:1]
+
+    def _staged(self, stages: int, degree: int, available: Sequence[OptionName]) -> ExactChoice | None:
+        load = self.predictor.workload
+        each = -(-load.batch // stages)
+        words = f"{stages} stages of {degree} GPU{'s' * (degree > 1)}"
+        one = self._choice(words, degree, batch=each, stages=stages, names=["pipeline", *available])
+        program = self._program(_STANDARD, degree)
+        if one is None or program is None:
+            return None
+        width = program.source.config.get("hidden_size") or 0
+        try:
+            sends = stages * self._send(each * int(width) * model_dtype_bytes(program), degree)
+        except RewriterError:
+            return None
+        decode = one.decode_seconds + sends
+
+        def prefill(seconds: float, prompt: int) -> float:
+            parts = max(1, load.batch * prompt // _PART)
+            whole = seconds * load.batch / each  # of all sequences, one stage after the other
+            return whole / stages * (stages - 1 + parts) / parts
+
+        first = tuple(replace(f, seconds=prefill(f.seconds, f.prompt)) for f in one.time_to_first_token)
+        one = replace(
+            one, decode_seconds=decode, prefill_seconds=prefill(one.prefill_seconds, load.prompt),
+            time_to_first_token=first,
+        )  # fmt: skip
+        return replace(one, tokens_per_second=load.batch * load.generate / one.generation_seconds(load.generate))
+
+    def _send(self, nbytes: int, distance: int) -> float:
+        dtype = "bfloat16"
+        return self.predictor.model.delay(
+            Call("send", nbytes, (0, distance), dtype, self.predictor.workload.graphed)
+        ).seconds
+
+    # --- one choice ---
+
+    def _program(self, recipe: str, degree: int) -> Program | None:
+        key = (recipe, degree)
+        if key not in self.programs:
+            try:
+                self.programs[key] = self.candidates.one(load_recipe(recipe), degree).program
+            except RewriterError:  # heads that the degree does not divide, messages that cannot be quantized
+                self.programs[key] = None
+        return self.programs[key]
+
+    def _on(self, degree: int, batch: int, names: Sequence[OptionName]) -> Predictor:
+        """A predictor of `degree` ranks with these options."""
+        base = self.predictor
+        load = replace(
+            base.workload, tp=degree, batch=batch, nodes=base.workload.nodes if degree == base.workload.tp else None,
+            l2_prefetch="l2-prefetch" in names, sequence_parallel="sequence-parallel" in names,
+        )  # fmt: skip
+        return Predictor(load, replace(base.cluster, library=self.usable(names)), base.runner, base.durations)
+
+    def _choice(
+        self,
+        words: str,
+        degree: int,
+        *,
+        batch: int | None = None,
+        replicas: int = 1,
+        stages: int = 1,
+        names: Sequence[OptionName] = (),
+    ) -> ExactChoice | None:
+        """None where it cannot be simulated."""
+        load, program = self.predictor.workload, self._program(_STANDARD, degree)
+        quantized = self._program(_QUANTIZED, degree) if "quantized-prompt-sums" in names else program
+        if program is None or quantized is None:
+            return None
+        predictor = self._on(degree, batch or load.batch, names)
+        try:
+            done = predictor.simulate(program, record=False)
+            prompted = done if quantized is program else predictor.simulate(quantized, record=False)
+            first = tuple(predictor.first_token(quantized, prompt) for prompt in FIRST_TOKEN_PROMPTS)
+        except RewriterError:
+            return None
+        held = bytes_per_rank(
+            program, batch or load.batch, load.prompt, load.generate, weights=load.weights, cache=load.cache
+        )
+        return self._told(
+            ExactChoice(
+                name=words, tp=degree, stages=stages, replicas=replicas, prefill_seconds=prompted.prefill.seconds,
+                decode_seconds=done.decode.seconds,
+                fits=(held if stages == 1 else held * (load.batch / (batch or load.batch)) / stages) <= self.memory,
+                time_to_first_token=first,
+            ),
+            names,
+        )  # fmt: skip
+
+    @property
+    def memory(self) -> int:
+        return self.predictor.fabric.device.memory
+
+    def _told(self, one: ExactChoice, names: Sequence[OptionName]) -> ExactChoice:
+        """The choice, with how its options are switched on, and whether the engine has them."""
+        load, known = self.predictor.workload, options()
+        lacking = [name for name in names if self._release(name) is None]
+        return replace(
+            one,
+            options=tuple(names),
+            switches=tuple(switch for name in names if (switch := self._release(name)) is not None),
+            available=not lacking,
+            rounds=any(known[name].rounds for name in names),
+            tokens_per_second=load.batch * load.generate / one.generation_seconds(load.generate),
+            notes=tuple(f"{known[name].does}: {known[name].needs}" for name in names if known[name].needs),
+        )
+
+    def _drafted(self, plain: ExactChoice) -> ExactChoice:
+        draft, load = self.draft, self.predictor.workload
+        assert draft is not None
+        program = self._program(_STANDARD, load.tp)
+        assert program is not None  # `plain` is of it
+        predictor = self._on(load.tp, load.batch, ())
+        keys = load.prompt + load.generate
+        verify = predictor.seconds_of(program, ForwardPass(load.batch, draft.tokens + 1, keys=keys, logits=0))
+        outside, inside = predictor.outside_of_layers(program)
+        step = verify + draft.tokens * (outside + inside / max(1, program.source.num_layers))
+        decode = step / draft.expected_tokens
+        words = f"{plain.name}, a draft of {draft.tokens} tokens, {draft.acceptance:.0%} accepted"
+        return self._told(replace(plain, name=words, decode_seconds=decode), ["draft"])
+
+
+def best_exact(choices: Sequence[ExactChoice]) -> ExactChoice:
+    """The fastest generation of those that the engine has, fit in memory, round no sum and need no draft; without any,
+    of all."""
+    usable = [one for one in choices if one.available and one.fits and not one.rounds and "draft" not in one.options]
+    return max(usable or choices, key=lambda one: one.tokens_per_second)
+
+
+def first_token_of(one: ExactChoice, prompt: int) -> FirstToken | None:
+    """Its time to first token for a prompt that was predicted."""
+    return next((first for first in one.time_to_first_token if first.prompt == prompt), None)

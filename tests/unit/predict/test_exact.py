@@ -1,0 +1,119 @@
+"""Exact choices: what they are made of, and that each option spares what it is said to spare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from predict_cases import small_config
+
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
+from rewriter.predict.analytic import Predictor
+from rewriter.predict.candidates import Candidates
+from rewriter.predict.engines import engine_named, engines, options
+from rewriter.predict.exact import ExactChoices, best_exact
+from rewriter.predict.results import ExactChoice
+from rewriter.predict.steps import Await, Begin, TimelineRun, sequence_parallel
+from rewriter.predict.workload import Cluster, Draft, Workload
+from rewriter.recipes.apply import load_recipe
+from rewriter.tracing import trace_skeleton
+from rewriter.tracing.meta_model import build_skeleton
+
+LOAD = Workload(tp=4, batch=4, prompt=4096, generate=64)
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """As wide as a model of 8B, so that sums take a part of its time, and four layers deep."""
+    wide = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    return trace_skeleton(build_skeleton(small_config(num_hidden_layers=4, dtype="bfloat16", **wide)))
+
+
+def choices(
+    program: Program, fabric: str = "pcie-gen5", engine: str = "vllm", load: Workload = LOAD, draft: Draft | None = None
+) -> dict[str, ExactChoice]:
+    predictor = Predictor(load, Cluster(fabric))
+    return {one.name: one for one in ExactChoices(predictor, Candidates(program), engine, draft).all()}
+
+
+def test_every_option_says_who_has_it_and_who_says_so() -> None:
+    for name, option in options().items():
+        assert option.source, name
+        assert set(option.engines) <= set(engines()), name
+    assert engine_named("vllm").library == "vllm"
+    with pytest.raises(RewriterError, match=r"--engine 'vlm'.*Did you mean 'vllm'"):
+        engine_named("vlm")
+
+
+def test_an_option_is_switched_on_by_the_engine_or_not_there(program: Program) -> None:
+    ours, theirs = choices(program), choices(program, engine="tensorrt-llm")
+    assert ours["TP 4, one-shot PCIe sums"].switches == ("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1",)
+    assert not theirs["TP 4, one-shot PCIe sums"].available
+    assert not ours["TP 4, 8-bit prompt sums"].available
+    assert theirs["TP 4, 8-bit prompt sums"].rounds
+    assert "TP 4, sums that norm" not in ours  # no such sums were measured over PCIe
+    assert "TP 4, sums that norm" in choices(program, "h100-nvlink")
+    assert best_exact(list(theirs.values())).name not in ("TP 4, one-shot PCIe sums", "TP 4, 8-bit prompt sums")
+
+
+def test_each_option_spares_its_part(program: Program) -> None:
+    found = choices(program)
+    plain = found["TP 4"]
+    assert found["TP 4, one-shot PCIe sums"].decode_seconds < plain.decode_seconds
+    assert found["TP 4, one-shot PCIe sums"].prefill_seconds == pytest.approx(plain.prefill_seconds, rel=0.02)
+    assert found["TP 4, L2 prefetch"].decode_seconds < plain.decode_seconds
+    assert found["TP 4, 8-bit prompt sums"].prefill_seconds < plain.prefill_seconds
+    assert found["TP 4, 8-bit prompt sums"].decode_seconds == plain.decode_seconds
+
+
+def test_prefetching_hides_no_more_than_the_sums(program: Program) -> None:
+    """Nor more than half of what comes after them."""
+    one = Candidates(program).one(load_recipe("tensor-parallel"), 4).program
+    without, usual = (
+        Predictor(replace(LOAD, l2_prefetch=on), Cluster("pcie-gen5", (), "nccl")).simulate(one) for on in (True, False)
+    )
+    spared = usual.decode.seconds - without.decode.seconds
+    assert 0 < spared <= usual.decode.communication_seconds
+
+
+def test_a_sequence_parallel_prefill_scatters_and_gathers_what_was_summed(program: Program) -> None:
+    one = Candidates(program).one(load_recipe("tensor-parallel"), 4).program
+    usual = Predictor(LOAD, Cluster("pcie-gen5", (), "nccl")).simulate(one).steps[0][0]
+    changed = sequence_parallel(usual)
+
+    def kinds(listed: Sequence[object]) -> list[str]:
+        return [part.kind for step in listed if isinstance(step, Begin) for part in step.parts if hasattr(part, "kind")]
+
+    sums = [step for step in usual if isinstance(step, Begin) and step.exact.norm]
+    assert kinds(changed).count("reduce_scatter") == len(sums) > 0
+    assert kinds(changed).count("all_gather") == len(sums) + kinds(usual).count("all_gather")
+    begun = [step for step in changed if isinstance(step, Begin)]
+    assert {step.begin for step in changed if isinstance(step, Await)} == set(begun)
+    work = [
+        sum(k.nbytes for s in listed if isinstance(s, TimelineRun) for k in s.kernels) for listed in (usual, changed)
+    ]
+    assert work[1] < work[0]
+
+
+def test_stages_hold_a_part_of_the_layers_and_take_all_of_the_time(program: Program) -> None:
+    alone = Predictor(replace(LOAD, tp=1, batch=1), Cluster("pcie-gen5")).simulate(program)
+    found = [one for one in choices(program).values() if one.stages > 1]
+    assert found
+    for one in found:
+        assert one.decode_seconds >= 0.5 * alone.decode.seconds * one.stages / 4
+        assert one.tp * one.stages == 4
+        assert one.switches[0] == "--pipeline-parallel-size"
+
+
+def test_a_draft_is_verified_in_one_pass(program: Program) -> None:
+    plain, drafted = list(choices(program, draft=Draft(3, 0.8)).values())[:: len(choices(program))]
+    assert drafted.options == ("draft",)
+    assert plain.decode_seconds / Draft(3, 0.8).expected_tokens < drafted.decode_seconds < plain.decode_seconds
+    never = list(choices(program, draft=Draft(3, 0.0)).values())[-1]
+    assert never.decode_seconds > plain.decode_seconds
+
+
+def test_one_gpu_has_nothing_to_choose(program: Program) -> None:
+    assert list(choices(program, load=replace(LOAD, tp=1))) == ["1 GPU"]
