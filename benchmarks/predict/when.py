@@ -1,279 +1,306 @@
-"""When does a recipe pay? docs/results/when.md: recipes against a fabric's best exact baseline, by model and batch.
+"""When does a recipe pay? docs/results/when.md and the README's table: recipes over the best exact choice of an engine.
 
-    python -m benchmarks.predict.when              # all of it, and docs/results/when.md
+    python -m benchmarks.predict.when              # all of it: both pages
     python -m benchmarks.predict.when --only 70B   # models whose name has this text; writes nothing
-    python -m benchmarks.predict.when --prompts    # the section on prompts alone, into the page as it stands
 
-A baseline is exact: standard tensor parallelism with the fabric's all-reduces, over all GPUs or over a part of them,
-the rest holding replicas that share the batch. A recipe has the same choice. What counts is the time of a decode step.
+An exact choice is the model as it is on all or a part of the GPUs, in replicas or stages, with every option that vLLM
+has on such a fabric (`rewriter.predict.exact`). A recipe has the same sums, and takes as many ranks as are best for it,
+in replicas that share the batch. A decode step counts at 1,024 + 512 tokens, a prefill of one sequence at each prompt.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.healing import page as healing_page
-from benchmarks.predict import when_prompts
-from benchmarks.predict.backtest_points import traced
-from benchmarks.predict.when_prompts import table
+from benchmarks.predict.backtest_points import fabric_of, traced
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import load_fabric
-from rewriter.predict.analytic import Candidate, Predictor, bytes_per_rank
-from rewriter.predict.break_even import BreakEven
+from rewriter.common.numbers import duration
+from rewriter.ir import Program
+from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates
+from rewriter.predict.exact import ExactChoices, first_token_of
+from rewriter.predict.results import ExactChoice
+from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Workload
 from rewriter.predict.workload import Cluster as RankCluster
-from rewriter.predict.workload import Workload
 from rewriter.recipes.apply import load_recipe
+from rewriter.recipes.healed import HEALED, healed_runs
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "when.md"
+ROOT = Path(__file__).parents[2]
+PAGE, README = ROOT / "docs" / "results" / "when.md", ROOT / "README.md"
+ENGINE = "vllm"
 MODELS = {
     "Llama 3.1 8B": "llama-3.1-8b",
+    "Qwen3.6 27B, float8": "qwen3.6-27b-fp8",
     "Llama 3.1 70B": "llama-3.1-70b",
-    "Llama 3.1 405B": "llama-3.1-405b",
     "Mixtral 8x7B": "mixtral-8x7b",
 }
 BATCHES = (1, 16, 64)
-RECIPES = (
-    "tensor-parallel", "ladder-upper-half", "ladder-own-partial", "desync-2x-sum", "drop-sync", "ladder", "ladder-int8",
-    "parallel", "desync-4x", "tensor-parallel-int8", "upper-bound",
+DECODING = (
+    "ladder-upper-half", "ladder-own-partial", "desync-2x-sum", "drop-sync", "ladder", "parallel", "desync-4x",
+    "upper-bound",
 )  # fmt: skip
-HEALED = 0.10  # a recipe heals where a recorded run ends within it of the original's loss
+PROMPTS = (
+    "ladder-upper-half", "desync-2x-sum", "ladder", "prefill-int8", "prefill-ladder-upper-half",
+    "prefill-desync-2x-sum", "prefill-desync-2x-sum-int8",
+)  # fmt: skip
+FROM_SCRATCH = ("ladder", "parallel", "desync-4x")  # meant for models that are trained with them
 PROMPT, GENERATE = 1024, 512
 LEAST = 0.05  # a gain below it is not told from none: predicted gains of ladder are off by about as much
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A fabric and how many of its GPUs there are, in tensor-parallel groups of `degrees`."""
+    """A fabric and how many of its GPUs there are."""
 
     name: str
     fabric: str
     gpus: int
-    degrees: tuple[int, ...]
 
     @property
     def title(self) -> str:
-        return self.name + (" (modelled)" if load_fabric(self.fabric).modelled else "")
+        return self.name + (" (modelled)" if fabric_of(self.fabric).modelled else "")
 
 
 CLUSTERS = (
-    Cluster("NVLink: 8 H200", "h200-nvlink", 8, (1, 2, 4, 8)),
-    Cluster("PCIe: 8 RTX PRO 6000", "pcie-gen5", 8, (1, 2, 4, 8)),
-    Cluster("two nodes: 2 × 8 H100, InfiniBand", "h100-2x8-ib", 16, (1, 2, 4, 8, 16)),
-    Cluster("RoCE: 8 servers of one L40S", "roce-100g", 8, (1, 2, 4, 8)),
-    Cluster("Ethernet: 8 servers of one L40S, TCP", "ethernet-100g", 8, (1, 2, 4, 8)),
+    Cluster("NVLink: 8 H200", "h200-nvlink", 8),
+    Cluster("PCIe 5.0: 8 RTX PRO 6000", "pcie-gen5", 8),
+    Cluster("PCIe 4.0: 8 L40S", "pcie-gen4", 8),
+    Cluster("PCIe: 4 RTX 3090, no peer access", "rtx-3090-no-p2p", 4),
+    Cluster("RoCE: 4 DGX Spark", "gb10-roce", 4),
+    Cluster("TCP, 100 Gb/s: 2 nodes of 4 L40S", "two-nodes-100g", 8),
+    Cluster("InfiniBand: 2 nodes of 8 H100", "h100-2x8-ib", 16),
 )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe on tensor-parallel groups of `degree` GPUs, of which each takes its share of the batch."""
+    """A recipe, or the model as it is, in words, and the seconds that count."""
 
-    recipe: str
-    degree: int
-    replicas: int
+    words: str
     seconds: float
-    kind: str
-
-    def __str__(self) -> str:
-        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
-        return f"TP {self.degree}{replicas}"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one cluster at one batch: the fastest choice of each recipe; empty where nothing fits."""
+    """One question on one model and cluster: the best exact choice, None where nothing fits, and the best of each
+    recipe that fits."""
 
-    batch: int
-    best: Mapping[str, Choice]
-    ladder_pays_from: str = "—"
-
-    @property
-    def baseline(self) -> Choice | None:
-        exact = [choice for choice in self.best.values() if choice.kind == "exact"]
-        return min(exact, key=lambda choice: choice.seconds, default=None)
+    exact: Choice | None
+    recipes: Mapping[str, Choice]
 
     def gain(self, recipe: str) -> float | None:
-        """Tokens per second over the best exact baseline's, less one."""
-        if self.baseline is None or recipe not in self.best:
+        """Its speedup over the best exact choice, less one."""
+        if self.exact is None or recipe not in self.recipes:
             return None
-        return self.baseline.seconds / self.best[recipe].seconds - 1
+        return self.exact.seconds / self.recipes[recipe].seconds - 1
 
-    def answer(self, among: Collection[str] = RECIPES) -> str:
-        """What to run, of the recipes `among`."""
-        baseline = self.baseline
-        if baseline is None:
+    def answer(self, among: Iterable[str]) -> str:
+        """The exact choice, and the recipe of these that gains most over it."""
+        if self.exact is None:
             return "does not fit"
-        kept = [r for r, choice in self.best.items() if choice.kind == "approximating" and r in among]
-        best = max(kept, key=lambda r: self.gain(r) or 0.0, default=None)
-        if best is None or (self.gain(best) or 0.0) < LEAST:
-            return "keep the standard model"
-        return f"`{best}` {self.gain(best):+.0%}"
+        best = max((r for r in among if r in self.recipes), key=lambda r: self.gain(r) or 0.0, default=None)
+        gain = None if best is None else self.gain(best)
+        return f"`{best}` {gain:+.0%}" if gain is not None and gain >= LEAST else "keep the model"
 
 
 class Chooser:
-    """The fastest choice of each recipe. Programs are made once per model and degree, for all clusters and batches."""
+    """The best choices of one model. Programs are made once, for all clusters and batches."""
 
     def __init__(self, model: str) -> None:
         self.candidates = Candidates(traced(model, "bfloat16"))
-        self.made: dict[int, list[Candidate]] = {}
+        self.programs: dict[tuple[str, int], Program | None] = {}
 
-    def at(self, degree: int) -> list[Candidate]:
-        """Recipes on a group; on one GPU the standard model, which the others are equal to there."""
-        if degree not in self.made:
-            loaded = [load_recipe(name) for name in (RECIPES if degree > 1 else RECIPES[:1])]
+    def program(self, recipe: str, degree: int) -> Program | None:
+        """None where it cannot be applied on so many ranks."""
+        key = (recipe, degree)
+        if key not in self.programs:
             try:
-                self.made[degree] = self.candidates.of(loaded, degree)[0]
-            except RewriterError:  # heads that the degree does not divide
-                self.made[degree] = []
-        return self.made[degree]
+                self.programs[key] = self.candidates.one(load_recipe(recipe), degree).program
+            except RewriterError:
+                self.programs[key] = None
+        return self.programs[key]
 
-    def cell(self, cluster: Cluster, batch: int) -> Cell:
-        """Of those that fit in memory."""
-        found: dict[str, Choice] = {}
-        for degree in cluster.degrees:
-            groups = cluster.gpus // degree
-            share = -(-batch // groups)
-            for predictor in predictors(cluster.fabric, degree, share):
-                for candidate in self.at(degree):
-                    if bytes_per_rank(candidate.program, share, PROMPT, GENERATE) > predictor.fabric.device.memory:
-                        continue
-                    try:
-                        seconds = predictor.simulate(candidate.program, record=False).decode.seconds
-                    except RewriterError:  # the fabric has no answer for what it communicates
-                        continue
-                    choice = Choice(candidate.recipe, degree, min(groups, batch), seconds, candidate.kind)
-                    if candidate.recipe not in found or seconds < found[candidate.recipe].seconds:
-                        found[candidate.recipe] = choice
-        return Cell(batch, found, self.pays_from(cluster, batch, found.get("ladder")))
+    def decoding(self, cluster: Cluster, batch: int, recipes: Sequence[str] = DECODING) -> Cell:
+        """A decode step of `batch` sequences."""
+        exact = self._exact(cluster, batch)
+        found = {r: self._best(cluster, batch, r, exact) for r in recipes}
+        usable = [(one.name, one.decode_seconds) for one in exact.all() if _usable(one)]
+        return _cell(usable, found)
 
-    def pays_from(self, cluster: Cluster, batch: int, ladder: Choice | None) -> str:
-        """The time of an all-reduce from which ladder beats the standard model of the same degree, in words."""
-        if ladder is None:
-            return "—"
-        predictor = predictors(cluster.fabric, ladder.degree, -(-batch * ladder.degree // cluster.gpus))[0]
-        programs = {one.recipe: one.program for one in self.at(ladder.degree)}
-        standard, other = (predictor.simulate(programs[r], record=False) for r in ("tensor-parallel", "ladder"))
-        durations, delays = predictor._durations(programs["ladder"]).without_skew(), predictor._delay
-        even, note = BreakEven(standard.steps[1], durations, delays).of(other.steps[1])
-        return f"{even * 1e6:.1f} µs" if even is not None else (note or "—").partition(":")[0]
+    def prefills(self, cluster: Cluster, recipes: Sequence[str] = PROMPTS) -> dict[int, Cell]:
+        """The prefill of one sequence, by tokens of its prompt."""
+        exact = self._exact(cluster, 1)
+        choices = [one for one in exact.all() if _usable(one)]
+        cells = {}
+        for prompt in FIRST_TOKEN_PROMPTS:
+            first = [(one.name, f.seconds) for one in choices if (f := first_token_of(one, prompt)) and f.fits]
+            cells[prompt] = _cell(first, {r: self._best(cluster, 1, r, exact, prompt) for r in recipes})
+        return cells
 
+    def _exact(self, cluster: Cluster, batch: int) -> ExactChoices:
+        load = Workload(batch=batch, prompt=PROMPT, generate=GENERATE, tp=cluster.gpus)
+        return ExactChoices(Predictor(load, RankCluster(fabric_of(cluster.fabric))), self.candidates, ENGINE)
 
-def predictors(fabric: str, degree: int, batch: int) -> list[Predictor]:
-    """With the fastest all-reduce of each size, and with all-reduces that norm, where the fabric has them."""
-    found = load_fabric(fabric)
-    workload = Workload(batch=batch, prompt=PROMPT, generate=GENERATE, tp=degree)
-    fused = degree > 1 and "fused" in found.backends
-    libraries = (None, "fused") if fused else (None,)
-    return [Predictor(workload, RankCluster(found, library=library)) for library in libraries]
-
-
-def heal() -> list[str]:
-    """The recipes that a real model healed from, by benchmarks/healing/record.json."""
-    runs = healing_page.read()["runs"]
-    own = [run for run in runs if run["way"] == "defaults" and run["model"] == healing_page.FIRST]
-    found = {run["recipe"] for run in own if healing_page.above(run, "after") <= HEALED}
-    return [recipe for recipe in RECIPES if recipe in found]
-
-
-def answers(cells: Mapping[tuple[str, str], Sequence[Cell]], among: Collection[str]) -> str:
-    header = ["model", "fabric", *(f"batch {batch}" for batch in BATCHES)]
-    rows = [[model, cluster, *(one.answer(among) for one in line)] for (model, cluster), line in cells.items()]
-    return table(header, rows)
+    def _best(
+        self, cluster: Cluster, batch: int, recipe: str, exact: ExactChoices, prompt: int | None = None
+    ) -> Choice | None:
+        """The fastest of a recipe's layouts that fit: of a decode step, or with `prompt` of its prefill."""
+        found = []
+        for degree in (d for d in range(2, cluster.gpus + 1) if cluster.gpus % d == 0):
+            program, groups = self.program(recipe, degree), cluster.gpus // degree
+            if program is None:
+                continue
+            load = replace(exact.predictor.workload, tp=degree, batch=-(-batch // groups), nodes=None)
+            over = replace(exact.predictor.cluster, library=exact.usable(exact.available))
+            predictor = Predictor(load, over, exact.predictor.runner)
+            if bytes_per_rank(program, load.batch, prompt or PROMPT, GENERATE) > predictor.fabric.device.memory:
+                continue
+            words = f"TP {degree}" + (f", {min(groups, batch)} replicas" if min(groups, batch) > 1 else "")
+            try:
+                if prompt is None:
+                    seconds = predictor.simulate(program, record=False).decode.seconds
+                else:
+                    seconds = predictor.first_token(program, prompt).seconds
+            except RewriterError:  # the fabric has no answer for what it communicates
+                continue
+            found.append(Choice(words, seconds))
+        return min(found, key=lambda one: one.seconds, default=None)
 
 
-def page(cells: Mapping[tuple[str, str], Sequence[Cell]], prompts: str) -> str:
-    """docs/results/when.md. `prompts`: its section on them."""
-    healed = heal()
+def _usable(one: ExactChoice) -> bool:
+    return one.available and one.fits and not one.rounds
+
+
+def _cell(exact: Sequence[tuple[str, float]], recipes: Mapping[str, Choice | None]) -> Cell:
+    best = min(exact, key=lambda one: one[1], default=None)
+    kept = {name: choice for name, choice in recipes.items() if choice is not None}
+    return Cell(None if best is None else Choice(*best), kept)
+
+
+@dataclass(frozen=True)
+class Found:
+    """All cells of one model on one cluster."""
+
+    model: str
+    cluster: str
+    decoding: Mapping[int, Cell]
+    prefills: Mapping[int, Cell]
+
+
+def of_model(title: str) -> list[Found]:
+    """The cells of one model, cluster by cluster."""
+    chooser = Chooser(MODELS[title])
+    found = []
+    for cluster in CLUSTERS:
+        decoding = {batch: chooser.decoding(cluster, batch) for batch in BATCHES}
+        found.append(Found(title, cluster.title, decoding, chooser.prefills(cluster)))
+        print(title, cluster.title, *(one.answer(DECODING[:-1]) for one in decoding.values()), sep=" | ", flush=True)
+    return found
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+
+
+def _gains(cell: Cell, recipes: Sequence[str]) -> list[str]:
+    if cell.exact is None:
+        return ["does not fit", *["—"] * len(recipes)]
+    gains = [cell.gain(recipe) for recipe in recipes]
+    return [f"{cell.exact.words}: {duration(cell.exact.seconds)}", *("—" if g is None else f"{g:+.0%}" for g in gains)]
+
+
+def page(found: Sequence[Found]) -> str:
+    """docs/results/when.md."""
+    trained = [recipe for recipe in DECODING[:-1] if recipe not in FROM_SCRATCH]
+    asked = [f"decode, batch {batch}" for batch in BATCHES] + [f"prompt of {p // 1024}k" for p in FIRST_TOKEN_PROMPTS]
+    prompted = [recipe for recipe in PROMPTS if recipe not in FROM_SCRATCH]
+    answers = [
+        [f.model, f.cluster, *(c.answer(trained) for c in f.decoding.values()),
+         *(c.answer(prompted) for c in f.prefills.values())] for f in found
+    ]  # fmt: skip
+    runs = [run for run in healed_runs() if run.above <= HEALED]
+    largest = max(run.parameters for run in runs) / 1e6
+    ranks, healed = max(run.ranks or 1 for run in runs), dict.fromkeys(run.recipe for run in runs)
     parts = [
         "# When does a recipe pay?",
-        "`python -m benchmarks.predict.when` writes this page from predictions: [How a gain is "
+        "`python -m benchmarks.predict.when` writes this page and the README's table from predictions: [How a gain is "
         "predicted](../concepts/prediction.md). [Backtest](backtest.md) says how far those are from measurements.",
-        f"- Gains are in tokens per second of decode steps at {PROMPT:,} + {GENERATE} tokens in bf16, over *the best "
-        "exact baseline of the fabric*.\n"
-        "- That baseline is standard tensor parallelism with the all-reduces that a server would choose there. It runs "
-        "over all GPUs or a part of them; the others hold replicas that share the batch. Recipes choose their degree "
-        "likewise.\n"
-        f"- Where no recipe that changes the model gains {LEAST:.0%}, the answer is to keep it.\n"
-        "- A recipe that changes the model needs healing. [Drift](drift.md) says what it costs in loss before, and "
-        "[Healing](adaptation.md) what is left of that after.\n"
+        f"- Gains are *decode speedups* (at {PROMPT:,} + {GENERATE} tokens) and *prefill speedups* (of one sequence) "
+        f"over the best that {ENGINE} can do with the model as it is: tensor parallelism over all GPUs or a part of "
+        "them, replicas, stages, and every option that it has on such a fabric, one-shot PCIe sums among them. Each "
+        "table names that choice. Recipes have the same sums, and choose their ranks and replicas likewise, without "
+        "stages.\n"
+        f"- Where no recipe gains {LEAST:.0%}, the answer is to keep the model.\n"
         "- *Modelled*: formulas give the times of the network. Nobody measured it.\n"
-        "- Messages below 1 MiB are not quantized, hence the +0% of recipes with int8.",
-        "## For a trained model",
-        f"The best of the recipes that SmolLM2-135M healed from, to within {HEALED:.0%} of its loss: "
-        f"{', '.join(f'`{recipe}`' for recipe in healed)}.",
-        answers(cells, healed),
-        "## Of all recipes",
-        "`ladder`, `parallel` and `desync-4x` are meant for models that are trained with them from scratch.",
-        answers(cells, RECIPES),
-        prompts,
+        "- All in bf16, but for what is named otherwise.",
+        "## What to run",
+        "The recipe that gains most, of those that are meant for a trained model. **Nobody measured that one heals at "
+        "these sizes or numbers of ranks**: the project's own runs ended within "
+        f"{HEALED:.0%} of the original's loss with {', '.join(f'`{r}`' for r in healed)} on a model of {largest:.0f}M, "
+        f"bound to {ranks} ranks at most ([Healing](adaptation.md)). [Drift](drift.md) says what each costs in loss "
+        "before.",
+        table(["model", "GPUs", *asked], answers),
+        "## Decode steps",
+        "`ladder`, `parallel` and `desync-4x` are meant for models that are trained with them from scratch. "
+        "`upper-bound` leaves communication out and computes something else: no recipe passes it at its number of "
+        "ranks. A dash: it cannot be applied, or does not fit in memory.",
+        table(
+            ["model", "GPUs", "batch", "best as it is", *(f"`{r}`" for r in DECODING)],
+            [[f.model, f.cluster, str(b), *_gains(c, DECODING)] for f in found for b, c in f.decoding.items()],
+        ),
+        "## Time to first token",
+        "Recipes called `prefill-…` rewire the prompt alone, and generated tokens are computed as before from the keys "
+        "and values that they find. What these cost in loss is [measured](prefill.md) on small models.",
+        table(
+            ["model", "GPUs", "prompt", "best as it is", *(f"`{r}`" for r in PROMPTS)],
+            [[f.model, f.cluster, f"{p:,}", *_gains(c, PROMPTS)] for f in found for p, c in f.prefills.items()],
+        ),
     ]
-    shown = [recipe for recipe in RECIPES if recipe != "tensor-parallel"]
-    for model in dict.fromkeys(model for model, _ in cells):
-        parts.append(f"## {model}")
-        rows = []
-        for (name, cluster), line in cells.items():
-            if name == model:
-                rows += [[cluster, *_row(one, shown)] for one in line]
-        parts.append(
-            table(["fabric", "batch", "best exact baseline", *(f"`{r}`" for r in shown), "ladder pays from"], rows)
-        )
-    parts.append(
-        "*Ladder pays from*: the time of one all-reduce above which `ladder` beats standard tensor parallelism of the "
-        "same degree, all of them taking as long. `upper-bound` leaves communication out and computes something else: "
-        "it bounds what any recipe can gain at its degree. A dash: it cannot be applied, or does not fit in memory."
-    )
     return "\n\n".join(parts) + "\n"
 
 
-def _row(one: Cell, shown: Sequence[str]) -> list[str]:
-    baseline = one.baseline
-    if baseline is None:
-        return [str(one.batch), "does not fit", *["—"] * (len(shown) + 1)]
-    name = "" if baseline.recipe == "tensor-parallel" else f" `{baseline.recipe}`"
-    gains = [one.gain(recipe) for recipe in shown]
-    return [
-        str(one.batch), f"{baseline}{name}: {baseline.seconds * 1e3:.2f} ms",
-        *("—" if gain is None else f"{gain:+.0%}" for gain in gains),
-        one.ladder_pays_from,
-    ]  # fmt: skip
+README_RECIPES = ("ladder-upper-half", "ladder-own-partial", "desync-2x-sum", "ladder")
+README_CLUSTERS = ("PCIe 5.0: 8 RTX PRO 6000", "NVLink: 8 H200")
 
 
-def of_model(title: str) -> dict[tuple[str, str], list[Cell]]:
-    """The cells of one model by (model, cluster)."""
-    chooser = Chooser(MODELS[title])
-    cells: dict[tuple[str, str], list[Cell]] = {}
-    for cluster in CLUSTERS:
-        cells[title, cluster.title] = line = [chooser.cell(cluster, batch) for batch in BATCHES]
-        print(title, cluster.title, *(one.answer() for one in line), sep=" | ", flush=True)
-    return cells
+def readme(found: Sequence[Found], text: str) -> str:
+    """The README with the gains of Llama 3.1 70B in the rows of its table of recipes."""
+    of_70b = {f.cluster: f for f in found if f.model == "Llama 3.1 70B"}
+    for recipe in README_RECIPES:
+        cells = []
+        for cluster in README_CLUSTERS:
+            one = of_70b[cluster]
+            cells.append(_range([c.gain(recipe) for c in one.decoding.values()]))
+            cells.append(_range([c.gain(recipe) for c in one.prefills.values()]))
+        row = rf"(?m)^(\| `{recipe}`[^|]*\|)(?:[^|]*\|){{4}}"
+        text = re.sub(row, rf"\g<1> {' | '.join(cells)} |", text)
+    return text
+
+
+def _range(gains: Sequence[float | None]) -> str:
+    known = [round(100 * gain) for gain in gains if gain is not None]
+    return "—" if not known else f"{min(known):+d} to {max(known):+d} %"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models whose name has this text")
-    parser.add_argument("--prompts", action="store_true", help="write the section on prompts alone")
     parser.add_argument("--jobs", type=int, default=1, help="models at once, each in a process")
     options = parser.parse_args()
     titles = [title for title in MODELS if options.only in title]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        rows = [row for some in pool.map(when_prompts.rows, titles, [MODELS[t] for t in titles]) for row in some]
-        prompts = when_prompts.section(rows)
-        found = [] if options.prompts else list(pool.map(of_model, titles))
-    cells = {key: line for one in found for key, line in one.items()}
-    if options.prompts:
-        text = when_prompts.replaced(PAGE.read_text(encoding="utf-8"), prompts)
-    else:
-        text = page(cells, prompts)
+        found = [one for some in pool.map(of_model, titles) for one in some]
     if options.only:
-        print(text)
-    else:
-        PAGE.write_text(text, encoding="utf-8")
+        print(page(found))
+        return
+    PAGE.write_text(page(found), encoding="utf-8")
+    README.write_text(readme(found, README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

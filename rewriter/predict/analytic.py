@@ -294,6 +294,7 @@ class Predictor:
             recipe=candidate.recipe,
             fabric=self.fabric.name,
             modelled=self.fabric.modelled,
+            extrapolated=bool(self._estimated(done)),
             tp=program.mesh.get("tp", 1),
             sp=program.mesh.get("sp", 1),
             nodes=self._nodes(program),
@@ -331,11 +332,15 @@ class Predictor:
         else:
             share = min(1.0, known / whole) if whole else 0.0
             said = f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
-        listed = [step for calls in done.steps for made in calls for step in made if isinstance(step, Begin)]
-        calls = [part for begin in listed for part in begin.parts if isinstance(part, Call)]
-        notes = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
+        notes = self._estimated(done)
         phase = prompt_phase(program)
         return (said, *([] if phase is None else [PHASED.format(phase)]), *notes)
+
+    def _estimated(self, done: _Simulated) -> tuple[str, ...]:
+        """How the durations of collectives were found that nobody measured among such ranks."""
+        listed = [step for calls in done.steps for made in calls for step in made if isinstance(step, Begin)]
+        calls = [part for begin in listed for part in begin.parts if isinstance(part, Call)]
+        return tuple(dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note)))
 
     def _held(self, program: Program, batch: int, prompt: int | None = None) -> int:
         load = self.workload

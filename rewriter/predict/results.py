@@ -132,7 +132,8 @@ class Prediction:
 
     `recipe`: as the user named it. `tp`: ranks that share heads and channels, `sp`: those that share tokens; `nodes`:
     over which they are spread. `batch`: sequences; `prompt` and `generate`: tokens of each. `graphed`: kernels are
-    launched as one CUDA graph. `modelled`: the fabric's figures are not measured.
+    launched as one CUDA graph. `modelled`: the fabric's figures are not measured; `extrapolated`: some collective was
+    measured among other ranks, or not at all, and is in proportion to what was.
 
     `prefill`: the pass over the prompt, which gives the first token; where the recipe rewires the prompt alone, the
     calls for the tokens that it leaves exact and for those that it rewires, added up. `time_to_first_token`: of other
@@ -182,6 +183,7 @@ class Prediction:
     break_even_prefill_seconds: float | None = None
     break_even_prefill_note: str | None = None
     time_to_first_token: tuple[FirstToken, ...] = ()
+    extrapolated: bool = False
 
     @property
     def seconds_per_token(self) -> float:

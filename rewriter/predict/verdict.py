@@ -79,7 +79,9 @@ def _size(parameters: int) -> str:
 def rests_on(comparison: RecipeComparison) -> str:
     """What was measured, what is by formula, and how far published figures of such links are from predictions."""
     first = comparison.predictions[0]
-    sums = "by formula" if comparison.modelled else "measured on such a machine"
+    sums = "measured on such a machine"
+    if comparison.modelled or first.extrapolated:
+        sums = "by formula" if comparison.modelled else "extrapolated from those among other numbers of GPUs"
     share = percent(first.decode.measured_seconds, first.decode.compute_seconds)
     kernels = f"{share} of the computing measured" if first.decode.measured_seconds else "computing by roofline"
     known = published().get(comparison.link)

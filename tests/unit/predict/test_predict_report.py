@@ -265,6 +265,10 @@ def test_the_verdict_is_the_best_that_the_engine_has() -> None:
     small = replace(found, predictions=changed, exact=(slow,), over=slow.name, parameters=134515008, link="")
     assert "it heals: SmolLM2-135M-Instruct ended 3% above its loss" in verdict(small)
     assert "no published figure over such a link" in verdict(small)
+    guessed = replace(small, predictions=(replace(small.predictions[0], extrapolated=True), *small.predictions[1:]))
+    assert "measured on such a machine" in verdict(small)
+    assert "extrapolated from those among other numbers of GPUs" in verdict(guessed)
+    assert "by formula" in verdict(replace(guessed, modelled=True))
     assert "Nothing fits" in verdict(replace(small, exact=(replace(slow, fits=False),)))
     assert verdict(found) == ""
 
