@@ -30,6 +30,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.prefill import page
+from benchmarks.support.cpu_shares import CpuShares
 from benchmarks.support.link_ranks import launch
 from benchmarks.support.namespaces import Bridge, Link, LinkError, Network
 from rewriter.api import convert
@@ -66,25 +67,32 @@ class Bench:
     dtype: str
     module: str = RANK  # that a rank runs on the link
 
+    shares: CpuShares | None = None
+
     def times(self, rate: float, steps: int = 0) -> list[dict[str, Any]]:
         """The results of each rank at this rate, in bytes a second. Raises RewriterError where ranks chose different
         tokens."""
         self.link.set_rate(rate)
-        found = launch(self.link, self.module, self._spec(steps), self.tp, timeout=SECONDS)
+        found = launch(self.link, self.module, self._spec(steps), self.tp, timeout=SECONDS, shares=self.shares)
         for name in found[0]["tokens"]:
             if any(rank["tokens"][name] != found[0]["tokens"][name] for rank in found):
                 raise RewriterError(f"{name}: the ranks chose different tokens")
         return found
 
-    def predicted(self, largest: int) -> list[dict[str, Any]]:
-        """The results of ranks whose peers are emulated. Their collectives take as long as such ones of up to `largest`
-        bytes do on the link as it is when nothing computes beside them."""
-        measured = launch(self.link, RANK, {"largest": largest, **self._cores()}, self.tp, timeout=3 * SECONDS)
+    def calibrated(self, largest: int) -> str:
+        """The YAML of a fabric: collectives of up to `largest` bytes on the link as it is, when nothing computes beside
+        them, as `rewrite fabrics calibrate` measures them."""
+        spec = {"largest": largest, **self._cores()}
+        measured = launch(self.link, RANK, spec, self.tp, timeout=3 * SECONDS, shares=self.shares)
+        return str(measured[0]["fabric"])
+
+    def predicted(self, fabric: str, steps: int = 0) -> list[dict[str, Any]]:
+        """The results of ranks whose peers are emulated: their collectives take as long as on `fabric`, a YAML."""
         with tempfile.TemporaryDirectory(prefix="prefill-fabric-") as name:
-            fabric = Path(name) / "link.yaml"
-            fabric.write_text(measured[0]["fabric"], encoding="utf-8")
-            spec = {**self._spec(0), "emulation": {"fabric": str(fabric)}}
-            return launch(None, RANK, spec, self.tp, timeout=SECONDS)
+            file = Path(name) / "link.yaml"
+            file.write_text(fabric, encoding="utf-8")
+            spec = {**self._spec(steps), "emulation": {"fabric": str(file)}}
+            return launch(None, RANK, spec, self.tp, timeout=SECONDS, shares=self.shares)
 
     def _spec(self, steps: int) -> dict[str, Any]:
         return {
@@ -94,6 +102,8 @@ class Bench:
 
     def _cores(self) -> dict[str, Any]:
         cores = sorted(os.sched_getaffinity(0))
+        if self.shares is not None and self.shares.share < 1:
+            return {}
         return {"cores": [cores[rank % len(cores)] for rank in range(self.tp)]}
 
     def sums(self, length: int) -> tuple[int, int]:
@@ -179,7 +189,7 @@ def measured(bench: Bench, links: Sequence[str], console: Console) -> dict[str, 
         found[name] = {"rate": rate, **timed}
         if name == page.LINK:
             sum_bytes, _ = bench.sums(bench.lengths[-1])
-            found[PREDICTED] = bench.medians(bench.predicted(1 << (sum_bytes - 1).bit_length()))
+            found[PREDICTED] = bench.medians(bench.predicted(bench.calibrated(1 << (sum_bytes - 1).bit_length())))
             console.print(table(f"{name}, {PREDICTED}", found[PREDICTED]))
             off = {
                 recipe: max(abs(found[PREDICTED][recipe][n] / seconds - 1) for n, seconds in one.items())

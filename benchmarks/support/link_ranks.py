@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.cpu_shares import CpuShares
 from benchmarks.support.namespaces import INTERFACE, Network
 from rewriter.common.processes import environment, rank_main, run_ranks
 
@@ -37,13 +38,15 @@ def launch(
     timeout: float,
     local: int = 1,
     tick: Callable[[Path], None] = lambda scratch: None,
+    shares: CpuShares | None = None,
     **own: str,
 ) -> list[Any]:
-    """The result of each rank; `local` neighbours share an end. `own` are further variables. Raises RewriterError with
-    the reason of the rank that failed first."""
+    """The result of each rank; `local` neighbours share an end. `shares`: what each has of the cores; `own` are further
+    variables. Raises RewriterError with the reason of the rank that failed first."""
 
     def before(rank: int) -> list[str]:
-        return [] if network is None else network.inside(rank // local)
+        share = [] if shares is None else shares.inside(rank)
+        return share + ([] if network is None else network.inside(rank // local))
 
     return run_ranks(
         [sys.executable, "-m", module], {"interface": INTERFACE, **spec, "ranks": ranks}, range(ranks),

@@ -31,10 +31,10 @@ class Engine(_Strict):
 
 
 class Release(_Strict):
-    """How an engine's option is switched on, and the first release that has it."""
+    """How an engine's option is switched on, and where it is new, the first release that has it."""
 
     switch: Text
-    since: Text
+    since: str = ""
 
 
 class ExactOption(_Strict):

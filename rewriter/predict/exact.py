@@ -49,18 +49,20 @@ class ExactChoices:
     def all(self) -> list[ExactChoice]:
         """All that can be simulated: plain tensor parallelism first, with each option alone, then other layouts.
 
-        Raises RewriterError for an unknown engine, and where the standard model cannot be simulated.
+        Raises RewriterError for an unknown engine, and where the standard model cannot be simulated at all.
         """
         load, ranks = self.predictor.workload, self.predictor.workload.tp
         plain = self._choice(f"TP {ranks}" if ranks > 1 else "1 GPU", ranks)
-        if plain is None:
-            raise RewriterError(f"{self.predictor.fabric.name}: it cannot run the standard model on {ranks} ranks")
-        single = [one for name in self._applicable() if (one := self._with(name)) is not None]
         available = self.available
-        layouts = [*self._replicas(available), *self._stages(available)]
-        several = [] if len(available) < 2 else [self._choice(f"TP {ranks}, all of these", ranks, names=available)]
-        drafted = [] if self.draft is None or load.tp < 1 else [self._drafted(plain)]
-        return [plain, *single, *(one for one in several if one is not None), *layouts, *drafted]
+        over_all = [] if plain is None else [plain, *(self._with(name) for name in self._applicable())]
+        if plain is not None and len(available) > 1:
+            over_all.append(self._choice(f"TP {ranks}, all of these", ranks, names=available))
+        drafted = [] if self.draft is None or plain is None else [self._drafted(plain)]
+        found = [*over_all, *self._replicas(available), *self._stages(available), *drafted]
+        choices = [one for one in found if one is not None]
+        if not choices:
+            raise RewriterError(f"{self.predictor.fabric.name}: it cannot run the standard model on {ranks} ranks")
+        return choices
 
     # --- options ---
 
@@ -85,6 +87,12 @@ class ExactChoices:
         """How the engine switches an option on; None where no release has it."""
         release = options()[name].engines.get(self.engine)
         return None if release is None else release.switch
+
+    def _asks(self, name: OptionName) -> str:
+        """What an option needs: of machine and model, and of the engine."""
+        release, needs = options()[name].engines.get(self.engine), options()[name].needs
+        since = "" if release is None or not release.since else f"{self.engine} {release.since} or newer"
+        return ", ".join(said for said in (since, needs) if said)
 
     def _applicable(self) -> list[OptionName]:
         """Options that this fabric and workload can have, layouts aside."""
@@ -229,7 +237,7 @@ class ExactChoices:
             available=not lacking,
             rounds=any(known[name].rounds for name in names),
             tokens_per_second=load.batch * load.generate / one.generation_seconds(load.generate),
-            notes=tuple(f"{known[name].does}: {known[name].needs}" for name in names if known[name].needs),
+            notes=tuple(f"{known[name].does}: {said}" for name in names if (said := self._asks(name))),
         )
 
     def _drafted(self, plain: ExactChoice) -> ExactChoice:

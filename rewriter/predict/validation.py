@@ -64,7 +64,7 @@ class Validation:
         """(recipe, recipe, pass) that the prediction ranks the wrong way, among those that differ by more than the
         spread of either."""
         wrong = []
-        for kind in PASSES:
+        for kind in dict.fromkeys(row.kind for row in self.rows):
             for a, b in combinations([row for row in self.rows if row.kind == kind], 2):
                 measured = median(b.measured) / median(a.measured) - 1
                 predicted = median(b.predicted) / median(a.predicted) - 1
