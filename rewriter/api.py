@@ -325,8 +325,8 @@ def search(
     """The fastest mix of rewrites whose loss is at most the share `loss` above the original's, and the front around it.
 
     What each rewrite of each layer costs alone is measured on the weights, what it gains is predicted as `predict` does
-    (for this workload and cluster); the best mixes by both are measured too, until what is estimated and what is
-    measured agree. `text` is what is measured on, its end held out; by default the model writes one itself, from
+    (for this workload and cluster); mixes that are greedy in gain per cost are measured too, nearer and nearer to
+    `loss`. `text` is what is measured on, its end held out; by default the model writes one itself, from
     `seed`. A workload of sp=1 leaves out recipes that share tokens. `state`: a directory for what was measured, which
     an interrupted search, or one with another cluster or `loss`, goes on from.
 

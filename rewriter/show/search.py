@@ -15,16 +15,17 @@ from rewriter.common.numbers import duration, times
 from rewriter.common.svg import log_ticks, path, svg, ticks
 from rewriter.common.tables import plain_table
 from rewriter.passes.selection import spans
-from rewriter.predict.search.choices import DOES, Mix
-from rewriter.predict.search.result import Rise, SearchPoint, SearchResult, Single
+from rewriter.predict.search.choices import REWRITES, STANDARD, Mix
+from rewriter.predict.search.greedy import Option
+from rewriter.predict.search.result import Rise, SearchPoint, SearchResult
 from rewriter.show.charts import HEIGHT, SHAPES, WIDTH, Plot
 from rewriter.show.page import render
 
-COLUMNS = ("per token", "speedup", "rise in loss", "KL", "estimated", "held out")
+COLUMNS = ("per token", "speedup", "rise in loss", "KL", "held out")
 NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix and all of them
 LEGEND = (
     "Rise: of the loss on the calibration text, as a share of it, ± its standard error. KL: from the original, nats "
-    "per token; estimated before it was measured. Held out: the rise on text that nothing was chosen by."
+    "per token. Held out: the rise on text that nothing was chosen by."
 )
 NARROW_LEGEND = "Rise: of the loss on the calibration text, as a share of it, ± its standard error."
 CHOSEN = "m0-8l8 8-8 8-8-8z"
@@ -77,25 +78,16 @@ def headline(result: SearchResult) -> str:
 
 def layers_of(mix: Mix) -> list[str]:
     """A line for each rewrite, with its layers."""
-    lines = [] if mix.base == Mix.base else [f"{mix.base}: ranks share the tokens of a sequence"]
-    layers: dict[str, list[int]] = {}
-    for p in mix.placements:
-        layers.setdefault(p.rewrite, []).extend(p.layers)
-    for layer, name in mix.formats:
-        layers.setdefault(name, []).append(layer)
+    lines = [] if mix.base == STANDARD else [f"{mix.base}: ranks share the tokens of a sequence"]
+    layers = mix.layers
     width = max((len(name) for name in layers), default=0)
-    lines += [f"{name:{width}}  layers {spans(sorted(chosen))}: {DOES[name]}" for name, chosen in layers.items()]
-    return lines
+    return lines + [f"{name:{width}}  layers {spans(some)}: {REWRITES[name].does}" for name, some in layers.items()]
 
 
 def notes(result: SearchResult) -> list[str]:
     """Sentences that belong to the figures."""
-    said = [
-        f"Measured on {result.text}. The original's loss is {result.loss:.3f} nats per token. The orders of estimated "
-        f"and measured cost agree by {result.agreement:.2f} (Kendall's tau), after {result.rounds} rounds."
-    ]
-    said += [f"Not applied, {name}: {why}" for name, why in result.not_applied.items()]
-    return said
+    said = f"Measured on {result.text}. The original's loss is {result.loss:.3f} nats per token."
+    return [said, *(f"Not applied, {name}: {why}" for name, why in result.not_applied.items())]
 
 
 def cells(point: SearchPoint) -> dict[str, str]:
@@ -105,15 +97,14 @@ def cells(point: SearchPoint) -> dict[str, str]:
         "speedup": times(point.speedup),
         "rise in loss": rise_of(point.rise),
         "KL": f"{point.rise.kl:.4f}",
-        "estimated": "–" if point.estimated is None else f"{point.estimated:.4f}",
         "held out": "–" if point.held_out is None else rise_of(point.held_out),
     }
 
 
 def named(mix: Mix) -> str:
     """A mix in few words: how many layers each rewrite has."""
-    counts = [f"{count} {name}" for name, count in mix.counts().items()]
-    return ", ".join([*([] if mix.base == Mix.base else [mix.base]), *counts]) or mix.base
+    counts = [f"{len(layers)} {name}" for name, layers in mix.layers.items()]
+    return ", ".join([*([] if mix.base == STANDARD else [mix.base]), *counts]) or mix.base
 
 
 def share(value: float) -> str:
@@ -124,7 +115,7 @@ def share(value: float) -> str:
 
 def rise_of(rise: Rise) -> str:
     """ "0.83 % ± 0.11 %"."""
-    return share(rise.relative) + (f" ± {share(rise.relative_error)}" if rise.error else "")
+    return share(rise.relative) + (f" ± {share(rise.shares['error'])}" if rise.error else "")
 
 
 def _table(result: SearchResult, columns: Sequence[str]) -> Table:
@@ -147,27 +138,26 @@ def place(rise: float, low: float, high: float) -> float:
 
 def search_page(result: SearchResult, command: str = "") -> str:
     """The file's text. `command`: what made it."""
-    rewrites = [name for name in DOES if any(s.rewrite == name for s in result.singles)]
+    rewrites = [name for name in REWRITES if any(option.part.name == name for option in result.singles)]
+    does = {name: REWRITES[name].does for name in rewrites}
     chosen = result.chosen.mix
     points = [(named(p.mix) + (" ◆" if p.mix == chosen else ""), cells(p).values()) for p in result.front]
     return render(
         "search.html.j2", title=f"{model_name(result)}: the recipe that fits {result.fabric}", result=result,
         setting=setting(result), headline=headline(result), layers=layers_of(chosen),
         front=speed_for_loss(result), legend=LEGEND, columns=COLUMNS, points=points, rewrites=rewrites,
-        singles=_singles(result.singles, rewrites), does=DOES, notes=notes(result), command=command,
+        singles=_singles(result.singles, rewrites), does=does, notes=notes(result), command=command,
     )  # fmt: skip
 
 
-def _singles(singles: Sequence[Single], rewrites: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _singles(singles: Sequence[Option], rewrites: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Rows by layer: the cost of each rewrite alone, in thousandths of a nat per token, and last its largest gain."""
-    costs = {(s.layer, s.rewrite): f"{1e3 * s.cost:.2f}" for s in singles}
-    rows = [
-        (f"{layer}", [costs.get((layer, name), "") for name in rewrites])
-        for layer in sorted({s.layer for s in singles})
-    ]
+    costs = {(o.part.start, o.part.name): f"{1e3 * o.cost:.2f}" for o in singles}
+    layers = sorted({layer for layer, _ in costs})
+    rows = [(f"{layer}", [costs.get((layer, name), "") for name in rewrites]) for layer in layers]
     gains = []
     for name in rewrites:
-        most = max((s.gain for s in singles if s.rewrite == name and s.gain is not None), default=None)
+        most = max((o.gain for o in singles if o.part.name == name and o.gain is not None), default=None)
         gains.append("–" if most is None else duration(most) if most > 0 else "none")
     return [*rows, ("gain", gains)]
 

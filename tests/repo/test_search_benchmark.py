@@ -23,14 +23,13 @@ def benchmark() -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sp", [None, 1], ids=["tokens shared too", "heads alone"])
-def test_a_search_beats_what_ships_and_two_hundred_random_mixes(
+def test_a_search_beats_what_ships_and_four_hundred_random_mixes(
     benchmark: ModuleType, tmp_path: Path, sp: int | None
 ) -> None:
     asked = Asked(Workload(tp=TP, sp=sp), Cluster("pcie-gen4"), BUDGET)
-    found, others, said = benchmark.compared(str(TINY_LLAMA), asked, 200, tmp_path / "state")
+    found, others, said = benchmark.compared(str(TINY_LLAMA), asked, 400, tmp_path / "state")
     assert said == []
     assert len(others) > 10 + 20  # what ships, and the random mixes that are as fast as the chosen one
-    assert found.agreement > 0.8
     assert found.chosen.rise.relative <= BUDGET
     assert found.chosen.held_out is not None
     assert found.chosen.held_out.relative <= BUDGET

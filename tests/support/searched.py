@@ -8,10 +8,10 @@ import torch
 import zoo
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rewriter.predict.search.choices import FORMATS, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.predict.search.choices import STANDARD, Mix, Part
 from rewriter.predict.search.gains import Speed
-from rewriter.predict.search.result import Rise, SearchPoint, SearchResult, Single
-from rewriter.predict.search.run import with_front
+from rewriter.predict.search.greedy import Option
+from rewriter.predict.search.result import Rise, SearchPoint, SearchResult, with_front
 
 LAYERS = 6
 
@@ -29,22 +29,10 @@ def save(directory: Path) -> Path:
     return directory
 
 
-def parse(key: str) -> Mix:
-    """The mix of a `Mix.key`."""
-    base, *words = key.split(" ")
-    placements, formats = [], {}
-    for word in words:
-        name, _, layer = word.rpartition("@")
-        if name in FORMATS:
-            formats[int(layer)] = name
-        else:
-            placements.append(PlacedRewrite(int(layer), name))
-    return mix_of(placements, formats, base)
-
-
-def mix(*words: str, base: str = Mix.base) -> Mix:
+def mix(*words: str, base: str = STANDARD) -> Mix:
     """`mix("drop@2", "int8@0")`."""
-    return parse(" ".join([base, *words]))
+    named = (word.rpartition("@") for word in words)
+    return Mix(tuple(Part(int(layer), name) for name, _, layer in named), base)
 
 
 def rise(relative: float, loss: float = 2.0) -> Rise:
@@ -67,7 +55,6 @@ def result() -> SearchResult:
             Speed(0.5 / s, 0.02 / s, 1e-3 / s),
             rise(r),
             s,
-            estimated=2 * r,
             held_out=rise(1.1 * r) if s == 1.2 else None,
         )
         for m, s, r in made
@@ -77,9 +64,6 @@ def result() -> SearchResult:
         model="models/tiny", fabric="pcie-gen4", fabric_summary="8 x A100 over PCIe", modelled=True,
         workload={"batch": 1, "prompt": 1024, "generate": 512}, budget=0.01, text="text that the model wrote itself",
         loss=2.0, standard=standard, chosen=chosen, points=tuple(points),
-        singles=(
-            Single("drop", 3, 1, 0.004, 0.004, 512, 0.005), Single("int8", 0, 1, 1e-5, 0.0, 512, None),
-        ),
-        agreement=0.9, rounds=2, recipe=recipe_of(chosen.mix).to_yaml(), ranks={"tp": 3, "sp": 1},
-        not_applied={"desync-8x": "<why>"},
+        singles=(Option(Part(3, "drop"), 0.004, 0.005), Option(Part(0, "int8"), 1e-5, None)),
+        ranks={"tp": 3, "sp": 1}, not_applied={"desync-8x": "<why>"},
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +19,7 @@ from rewriter.ir.live_model import opaque_modules
 from rewriter.ir.marks import marks
 from rewriter.ir.phases import REWIRED, PromptPhase, prompt_phase
 from rewriter.ir.residual import by_layer, residual_blocks, stream_values
-from rewriter.ir.simulate import RankValues, Simulator, simulate
+from rewriter.ir.simulate import Simulator
 from rewriter.passes.phases import both_wirings, single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.passes.tensor_parallel import TensorParallel
@@ -37,8 +38,7 @@ def keep_shared(known: Applied) -> None:
         del known[key]
 
 
-@dataclass(frozen=True)
-class WindowChange:
+class WindowChange(NamedTuple):
     """Effect of a rewrite on one window: sums in nats over the window's tokens.
 
     `divergence`: KL(original ‖ rewritten) over its `tokens` positions; `rise`: of the loss, over `predicted` tokens.
@@ -50,59 +50,49 @@ class WindowChange:
     predicted: int
 
 
-class WindowReference:
-    """Predictions of the original in one window: from its token ids, int64 [T], and logits [T, vocabulary]."""
-
-    def __init__(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
-        self.following = ids[1:, None]
-        self.log = logits.float().log_softmax(-1)
-        self.losses = -self.log[:-1].gather(-1, self.following)[:, 0].double()
-        self.loss = float(self.losses.sum())
-
-    def change(self, logits: torch.Tensor, since: int = 0) -> WindowChange:
-        """Effect of other logits [T, vocabulary], of the tokens from `since` on."""
-        divergence = loss = 0.0
-        for first in range(since, len(logits), _ROWS):
-            old, new = self.log[first : first + _ROWS], logits[first : first + _ROWS].float().log_softmax(-1)
-            divergence += float(torch.linalg.vecdot(old.exp(), old - new).double().sum())
-            following = self.following[first : first + _ROWS]
-            loss -= float(new[: len(following)].gather(-1, following).double().sum())
-        rise = loss - float(self.losses[since:].sum())
-        return WindowChange(divergence, rise, len(logits) - since, len(logits) - 1 - since)
+def change(ids: torch.Tensor, old: torch.Tensor, logits: torch.Tensor, since: int = 0) -> WindowChange:
+    """Effect, on a window of tokens `ids` (int64 [T]) from `since` on, of other `logits` than those of the
+    log-probabilities `old`, both [T, vocabulary]."""
+    divergence = rise = 0.0
+    for first in range(since, len(ids), _ROWS):
+        before, after = old[first : first + _ROWS], logits[first : first + _ROWS].float().log_softmax(-1)
+        divergence += float(torch.linalg.vecdot(before.exp(), before - after).double().sum())
+        following = ids[first + 1 : first + 1 + _ROWS, None]
+        rise += float((before - after)[: len(following)].gather(-1, following).double().sum())
+    return WindowChange(divergence, rise, len(ids) - since, len(ids) - 1 - since)
 
 
-@dataclass(frozen=True)
-class CutWindow:
-    """A window of T tokens whose first half is a prompt, for programs that rewire a part of it: `rewired`, bool [1, T];
-    `since`, the token whose logits begin the rest, which alone is measured."""
+def rewired(phase: PromptPhase | None, tokens: int) -> tuple[torch.Tensor | None, int]:
+    """(tokens that are rewired in a window of T = `tokens`, bool [1, T], None for all; the first that is measured).
 
-    rewired: torch.Tensor
-    since: int
+    Where a prompt alone is rewired, that is the first half of the window, and the rest is measured. Raises
+    RewriterError for a window too short for that.
+    """
+    if phase is None:
+        return None, 0
+    prompt = tokens // 2
+    if prompt <= phase.exact_tail + phase.exact_head:
+        raise RewriterError(
+            f"a window of {tokens} tokens has a prompt of {prompt}: it leaves none to rewire of {phase}. Give a "
+            "longer text"
+        )
+    return phase.rewired(tokens, prompt=prompt), prompt - 1
 
-    @classmethod
-    def of(cls, phase: PromptPhase, tokens: int) -> CutWindow:
-        prompt = tokens // 2
-        if prompt <= phase.exact_tail + phase.exact_head:
-            raise RewriterError(
-                f"a window of {tokens} tokens has a prompt of {prompt}: it leaves none to rewire of {phase}. Give a "
-                "longer text"
-            )
-        return cls(phase.rewired(tokens, prompt=prompt), prompt - 1)
+
+def as_computed(program: Program) -> Program:
+    """A rewritten program with every message quantized, however short, where it has formats; else on one device. One
+    that rewires the prompt alone, in the wiring of both phases."""
+    return always_quantized(both_wirings(program)) if is_quantized(program) else single_device(program)
 
 
 @dataclass(frozen=True)
 class ChangedPart:
-    """A program that is given stream values of the original, by name, and returns another one.
-
-    `end`: the layer after the last one that differs, from which on the original goes on with what it returns. `given`:
-    numbers of the original's stream values that it reads, by name. `phase`: the tokens that it rewires, where those are
-    tokens of a prompt alone.
-    """
+    """A program that is given the original's stream values of numbers `places`, and returns the one that layer `end`
+    begins with, from which on the original goes on."""
 
     program: Program
     end: int
-    given: Mapping[str, int]
-    phase: PromptPhase | None = None
+    places: Sequence[int]
 
 
 @dataclass
@@ -118,96 +108,63 @@ class Computed:
     known: Applied = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        original, count = self.original, self.original.source.num_layers
+        original, self.layers = self.original, self.original.source.num_layers
         blocks = by_layer(residual_blocks(original))
-        if sorted(blocks) != list(range(count)):
+        if sorted(blocks) != list(range(self.layers)):
             raise RewriterError(
                 f"model type {original.source.model_type!r}: its layers are no blocks of one residual stream, so "
                 "no rewrite of single layers applies. `rewrite inspect` says what does"
             )
-        self.layers = count
         # numbers of the stream values that layers begin with, and of the last one
-        self.starts = [*(blocks[layer][0].index for layer in range(count)), blocks[count - 1][-1].index + 1]
+        self.starts = [*(blocks[n][0].index for n in range(self.layers)), blocks[self.layers - 1][-1].index + 1]
         self.batch = 1 if opaque_modules(original) else _BATCH  # a live module computes for the tokens it was given
         self._whole = with_stream(original, range(self.starts[-1] + 1))
-        self._layers = [between(original, [self.starts[n]], self.starts[n + 1]) for n in range(count)]
+        self._layers = [between(original, [self.starts[n]], self.starts[n + 1]) for n in range(self.layers)]
         self._head = between(original, [self.starts[-1]])
 
     def part(self, mix: Mix) -> ChangedPart:
-        """Effect of `mix`, compared with the original, which changes something, its messages quantized however short.
-        Raises RewriterError as passes do."""
-        recipe = recipe_of(mix)
-        disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
-        changed = as_computed(apply_recipe(self.original, recipe, self.ranks, disable, known=self.known)[0])
+        """The layers that `mix` changes, messages quantized however short. Raises RewriterError as passes do."""
+        recipe, end = recipe_of(mix), mix.touched[-1] + 1
+        changed = as_computed(apply_recipe(self.original, recipe, self.ranks, SCHEDULES, known=self.known)[0])
         keep_shared(self.known)
-        first, end = self.starts[mix.touched[0]], mix.touched[-1] + 1
-        places = [place for place in (first - 1, first) if place >= 0]
+        first = self.starts[mix.touched[0]]
+        places = range(max(first - 1, 0), first + 1)
         written = [n for n, value in enumerate(stream_values(changed.graph)) if marks(value).layer == end - 1]
-        cut = between(changed, places, written[-1])
-        given = dict(zip(given_names(places), places, strict=True))
-        for node in list(cut.graph.nodes):
-            if node.op == "placeholder" and str(node.target) in given and not node.users:
-                del given[str(node.target)]
-                cut.graph.erase_node(node)
-        return ChangedPart(cut, end, given, prompt_phase(changed))
+        return ChangedPart(between(changed, places, written[-1]), end, places)
 
     @torch.no_grad()
     def changes(self, parts: Sequence[ChangedPart], ids: torch.Tensor) -> list[WindowChange]:
         """Effect of each part in one window, int64 [T]; of one that rewires the prompt alone, of its first half, on
         the rest."""
-        cuts = [None if part.phase is None else CutWindow.of(part.phase, len(ids)) for part in parts]
-        logits, *values = self._run(self._whole, ids)
-        reference = WindowReference(ids, logits[0])
+        cuts = [rewired(prompt_phase(part.program), len(ids)) for part in parts]
+        logits, *values = self._run(self._whole, ids, {})
+        old = logits[0].float().log_softmax(-1)
         groups: list[tuple[list[int], torch.Tensor]] = []  # numbers of parts, and their streams [N, T, D]
-        for layer in range(self.layers):
-            start = given_names([self.starts[layer]])[0]
-            groups = [(some, self._run(self._layers[layer], ids, {start: x})) for some, x in groups]
+        for layer, whole in enumerate(self._layers):
+            groups = [(some, self._run(whole, ids, {self.starts[layer]: x})) for some, x in groups]
             ended = [i for i, part in enumerate(parts) if part.end == layer + 1]
-            for first in range(0, len(ended), self.batch):
-                some = ended[first : first + self.batch]
-                streams = []
-                for i in some:
-                    cut, given = cuts[i], {name: values[n] for name, n in parts[i].given.items()}
-                    streams.append(
-                        self._run(parts[i].program, ids, given, {} if cut is None else {REWIRED: cut.rewired})
-                    )
+            for some in (ended[first : first + self.batch] for first in range(0, len(ended), self.batch)):
+                given = [{place: values[place] for place in parts[i].places} for i in some]
+                streams = [self._run(parts[i].program, ids, g, cuts[i][0]) for i, g in zip(some, given, strict=True)]
                 groups.append((some, torch.cat(streams)))
         changes: dict[int, WindowChange] = {}
         for some, x in groups:
-            logits = self._run(self._head, ids, {given_names([self.starts[-1]])[0]: x})
-            for i, of_part in zip(some, logits, strict=True):
-                cut = cuts[i]
-                changes[i] = reference.change(of_part, 0 if cut is None else cut.since)
+            logits = self._run(self._head, ids, {self.starts[-1]: x})
+            changes |= {i: change(ids, old, new, cuts[i][1]) for i, new in zip(some, logits, strict=True)}
         return [changes[i] for i in range(len(parts))]
 
     @torch.no_grad()
-    def reference(self, ids: torch.Tensor) -> WindowReference:
-        """Predictions of the original in one window, int64 [T]."""
-        return WindowReference(ids, self._run(self.original, ids)[0])
-
-    @torch.no_grad()
-    def change_of(self, whole: Program, weights: Mapping[str, torch.Tensor], ids: torch.Tensor) -> WindowChange:
-        """Effect of a whole program, as `as_computed` gives it, in one window, int64 [T]."""
-        phase = prompt_phase(whole)
-        cut = None if phase is None else CutWindow.of(phase, len(ids))
-        logits = simulate(whole, ids[None], weights=weights, rewired=None if cut is None else cut.rewired)
-        return self.reference(ids).change(logits[0], 0 if cut is None else cut.since)
+    def loss(self, ids: torch.Tensor) -> float:
+        """The original's loss in a window, int64 [T]: the sum over its predicted tokens, nats."""
+        log = self._run(self.original, ids, {})[0].float().log_softmax(-1)
+        return -float(log[:-1].gather(-1, ids[1:, None]).double().sum())
 
     def _run(
-        self,
-        program: Program,
-        ids: torch.Tensor,
-        given: Mapping[str, torch.Tensor] | None = None,
-        tokens: Mapping[str, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """`given`: values of the stream [N, T, D] by name; `tokens`: further inputs [1, T]."""
-        rows = len(next(iter(given.values()))) if given else 1
-        inputs = {**(given or {}), **{name: value.expand(rows, -1) for name, value in (tokens or {}).items()}}
-        out: RankValues = Simulator(program, self.weights).run(ids.expand(rows, len(ids)), given=inputs)
-        return out[0]
-
-
-def as_computed(program: Program) -> Program:
-    """A rewritten program with every message quantized, however short, where it has formats; else on one device. One
-    that rewires the prompt alone, in the wiring of both phases."""
-    return always_quantized(both_wirings(program)) if is_quantized(program) else single_device(program)
+        self, program: Program, ids: torch.Tensor, streams: Mapping[int, torch.Tensor], rewired: Any = None
+    ) -> Any:
+        """Output of the program on rank 0, from values of the stream [N, T, D] by number, in tokens `rewired`."""
+        rows = max([1, *map(len, streams.values())])
+        given = {given_names([place])[0]: x for place, x in streams.items()}
+        if rewired is not None:
+            given[REWIRED] = rewired.expand(rows, -1)
+        return Simulator(program, self.weights).run(ids.expand(rows, len(ids)), given=given)[0]

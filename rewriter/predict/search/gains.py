@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.ir.phases import PromptPhase
 from rewriter.predict.analytic import Predictor, bytes_per_rank
-from rewriter.predict.candidates import Candidates
+from rewriter.predict.candidates import Candidates, all_recipes
 from rewriter.predict.results import generation_seconds
-from rewriter.predict.search.choices import BY_NAME, Mix, PlacedRewrite, mix_of, of_prompt, recipe_of
+from rewriter.predict.search.choices import REWRITES, STANDARD, Mix, Part, recipe_of
 from rewriter.predict.search.computed import keep_shared
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
@@ -35,7 +34,7 @@ class Gains:
     program: Program
     workload: Workload
     cluster: Cluster
-    speeds: dict[str, Speed | None] = field(default_factory=dict)
+    speeds: dict[Mix, Speed | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.workload, self.cluster)
@@ -44,23 +43,13 @@ class Gains:
 
     def speed(self, mix: Mix) -> Speed | None:
         """Speed of a mix; None where its passes, or the fabric, refuse it."""
-        if mix.key not in self.speeds:
+        if mix not in self.speeds:
             try:
-                self.speeds[mix.key] = self.of_recipe(recipe_of(mix))
+                self.speeds[mix] = self.of_recipe(recipe_of(mix))
             except RewriterError:
-                self.speeds[mix.key] = None
+                self.speeds[mix] = None
             keep_shared(self.candidates.known)
-        return self.speeds[mix.key]
-
-    def cut(self, base: str = Mix.base) -> float:
-        """Seconds by which a generation gets longer where its prefill is cut into calls for rewired and for exact
-        tokens, before anything is rewired. Below 0 where the last layer's work that this spares takes longer."""
-        program = self.candidates.one(recipe_of(Mix(base=base)), self.workload.tp).program
-        seconds = []
-        for cut in (None, PromptPhase()):
-            done = self.predictor.simulate(program, record=False, cut=cut)
-            seconds.append(generation_seconds(done.prefill, done.decode, self.workload.generate))
-        return seconds[1] - seconds[0]
+        return self.speeds[mix]
 
     def of_recipe(self, recipe: Recipe) -> Speed:
         """Speed of a recipe. Raises RewriterError where its passes, or the fabric, refuse it."""
@@ -83,30 +72,30 @@ class Gains:
             raise RewriterError(f"{self.fabric.name}: it cannot run this model on {self.workload.tp} ranks")
         return speed
 
+    def bases(self) -> list[str]:
+        """Plain tensor parallelism, and unless one rank is to share tokens the shipped recipes whose ranks do, where
+        every rank can hold what it has to. Of those that are equally fast, one."""
+        times = {self.standard.seconds: STANDARD}
+        for name in all_recipes() if self.workload.sp != 1 else ():
+            if any(rewrite.shards_tokens for rewrite in Recipe.load(name).build()):
+                speed = self.speed(Mix(base=name))
+                if speed is not None and (speed.fits or not self.standard.fits):
+                    times.setdefault(speed.seconds, name)
+        return list(times.values())
 
-def gain_of(
-    gains: Gains, rewrite: str, starts: Sequence[int], format: str = "", base: str = Mix.base, cut: float = 0.0
-) -> tuple[float, float] | None:
-    """(seconds that each placement of a rewrite at one of `starts` saves of a generation, seconds that a run of them
-    loses at its first layer); None where `base` or the fabric refuses it. `rewrite` "": only messages change. `cut`:
-    `Gains.cut`, which a rewrite of the prompt alone pays once, however many there are: it is not counted here.
+    def gain(self, name: str, starts: Sequence[int], base: str = STANDARD) -> float | None:
+        """Seconds by which a rewrite at one of `starts` shortens a generation, among others like it; None where passes
+        or the fabric refuse it.
 
-    By the simulations of one placement in the middle, and of all that have room, but the first, which may gain less.
-    """
-    length = BY_NAME[rewrite].layers if rewrite else 1
-    room: list[int] = []
-    for start in sorted(starts):
-        if not room or start >= room[-1] + length:
-            room.append(start)
-    standard, times = gains.speed(Mix(base=base)), []
-    room = room[1:] or room
-    for some in ([room[len(room) // 2]], room):
-        formats = {n: format for start in some for n in range(start, start + length) if format}
-        speed = gains.speed(mix_of([PlacedRewrite(start, rewrite) for start in some if rewrite], formats, base))
-        if speed is None or standard is None:
-            return None
-        paid = cut if of_prompt(rewrite or format) else 0.0
-        times.append(standard.seconds + paid - speed.seconds)
-    alone, whole = times
-    each = (whole - alone) / (len(room) - 1) if len(room) > 1 else alone
-    return each, each - alone
+        By the simulations of one in the middle, and of all that have room but the first, which may gain less. So what
+        is lost once is not counted: by the first of a run, and by two calls for the prefill where the prompt alone is
+        rewired.
+        """
+        room: list[int] = []
+        for start in sorted(starts):
+            if not room or start >= room[-1] + REWRITES[name].layers:
+                room.append(start)
+        room = room[1:] or room
+        mixes = [Mix(tuple(Part(n, name) for n in some), base) for some in ([room[len(room) // 2]], room)]
+        one, many = map(self.speed, mixes if len(room) > 1 else [Mix(base=base), *mixes[1:]])
+        return None if one is None or many is None else (one.seconds - many.seconds) / max(len(room) - 1, 1)

@@ -1,18 +1,19 @@
-"""The result of a search: what every rewrite costs and gains alone, the front of mixes, and the one that was chosen."""
+"""The result of a search: what every rewrite costs and gains alone, mixes that were measured, and the chosen one."""
 
 from __future__ import annotations
 
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rewriter.predict.search.choices import Mix, recipe_of
+from rewriter.predict.search.choices import STANDARD, Mix, recipe_of
 from rewriter.predict.search.computed import WindowChange
 from rewriter.predict.search.gains import Speed
+from rewriter.predict.search.greedy import Option
 from rewriter.recipes.recipe import MeasuredRecipe, MeasuredRise
 
 _DIGITS = 5
@@ -35,13 +36,14 @@ class Rise:
     seen_error: float = 0.0
 
     @property
+    def shares(self) -> dict[str, float]:
+        """The rise, its error, and the rise on the words that stand there, as shares of the loss."""
+        return {"rise": self.rise / self.loss, "error": self.error / self.loss, "seen": self.seen / self.loss}
+
+    @property
     def relative(self) -> float:
         """The rise as a share of the original's loss."""
         return self.rise / self.loss
-
-    @property
-    def relative_error(self) -> float:
-        return self.error / self.loss
 
 
 def rise_of(changes: Sequence[WindowChange], loss: float, own: bool = False) -> Rise:
@@ -59,43 +61,56 @@ def _error(each: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Single:
-    """One rewrite of one layer, or of neighbouring ones from `layer` on, everything else being as it was.
-
-    `cost`: KL(original ‖ rewritten), nats per token, over `tokens` of the calibration text; `rise`: of the loss there,
-    nats per token. `gain`: seconds by which a generation is predicted to get faster, among others like it.
-    """
-
-    rewrite: str
-    layer: int
-    layers: int
-    cost: float
-    rise: float
-    tokens: int
-    gain: float | None
-
-
-@dataclass(frozen=True)
 class SearchPoint:
-    """A mix, measured and predicted. `estimated`: the cost that was estimated for it before it was measured, nats per
-    token of KL. `held_out`: its rise on the text that was held out, where it was measured there."""
+    """A mix, measured and predicted. `held_out`: its rise on the text that was held out, where it was measured there.
+    `front`: no other point is as fast and as close to the original, and better in one."""
 
     mix: Mix
     speed: Speed
     rise: Rise
     speedup: float
-    estimated: float | None = None
     held_out: Rise | None = None
     front: bool = False
+
+    @property
+    def worst(self) -> float:
+        """The largest rise, as a share of the loss: on the calibration text and, by both measures, on what was held
+        out."""
+        held_out = [] if self.held_out is None else [self.held_out.relative, self.held_out.seen / self.held_out.loss]
+        return max([self.rise.relative, *held_out])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; rises in nats per token and as shares of the loss, times in seconds."""
+        speed, rises = self.speed, {"calibration": self.rise, "held_out": self.held_out}
+        return {
+            "mix": self.mix.key,
+            "layers": {name: len(layers) for name, layers in self.mix.layers.items()},
+            "seconds": speed.seconds,
+            "prefill_seconds": speed.prefill,
+            "seconds_per_token": speed.decode,
+            "speedup": self.speedup,
+            "front": self.front,
+            **{name: rise and {**asdict(rise), "shares": rise.shares} for name, rise in rises.items()},
+        }
+
+
+def with_front(points: Iterable[SearchPoint]) -> list[SearchPoint]:
+    """The points by rising seconds, with `front` set."""
+    found, least = list[SearchPoint](), math.inf
+    for point in sorted(points, key=lambda p: (p.speed.seconds, p.rise.rise)):
+        found.append(replace(point, front=point.rise.rise < least))
+        least = min(least, point.rise.rise)
+    return found
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """`points` by rising seconds; `chosen` is one of them. `standard` is the model under plain tensor parallelism.
+    `singles`: every rewrite of every layer, alone.
 
     `budget`: the rise in loss that was asked for, as a share of the original's loss on the calibration text (`loss`,
-    nats per token). `agreement`: Kendall's τ of the estimated and the measured order of the front. `recipe`: the chosen
-    one as YAML, with its measurements. `text`: what was measured on. `ranks`: of the mesh, "tp" and "sp".
+    nats per token). `text`: what was measured on. `ranks`: of the mesh, "tp" and "sp". `not_applied`: why not, by name
+    of a rewrite. `seconds`: of CPU that the search took.
     """
 
     model: str
@@ -109,10 +124,7 @@ class SearchResult:
     standard: Speed
     chosen: SearchPoint
     points: tuple[SearchPoint, ...]
-    singles: tuple[Single, ...]
-    agreement: float
-    rounds: int
-    recipe: str
+    singles: tuple[Option, ...]
     ranks: Mapping[str, int]
     not_applied: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -122,60 +134,40 @@ class SearchResult:
         """The points of which no other is both faster and closer to the original, fastest first."""
         return tuple(p for p in self.points if p.front)
 
+    @property
+    def recipe(self) -> str:
+        """The chosen mix as YAML for `rewrite MODEL --recipe FILE`, with what was measured and predicted of it."""
+        chosen, load, mix = self.chosen, self.workload, self.chosen.mix
+        ranks = self.ranks["tp"] * self.ranks["sp"]
+        name = re.sub(r"[^a-z0-9]+", "-", f"searched-{self.fabric}-tp{ranks}".lower())[:64]
+        around = "" if mix.base == STANDARD else f"{mix.base} with "
+        parts = ", ".join(f"{name} in {len(layers)}" for name, layers in mix.layers.items())
+        what = f"{around}{parts} of the layers" if parts else f"{around}nothing rewritten"
+        summary = f"Found by a search on {self.fabric} within a rise in loss of {self.budget:.3g}: {what}."
+        measured = MeasuredRecipe(
+            model=Path(self.model).name,
+            fabric=self.fabric,
+            **self.ranks,
+            workload=f"batch {load['batch']}, {load['prompt']} + {load['generate']} tokens",
+            speedup=round(chosen.speedup, _DIGITS),
+            seconds_per_token=float(f"{chosen.speed.decode:.{_DIGITS}g}"),
+            text=self.text,
+            loss=round(self.loss, _DIGITS),
+            budget=self.budget,
+            calibration=_measured(chosen.rise),
+            held_out=None if chosen.held_out is None else _measured(chosen.held_out),
+        )
+        return recipe_of(mix, name, summary).model_copy(update={"measured": measured}).to_yaml()
+
     def to_json(self) -> dict[str, Any]:
         """Plain data; rises in nats per token and as shares of the loss, times in seconds."""
-        data = asdict(self)
-        data["points"] = [_point(p) for p in self.points]
-        data["chosen"] = _point(self.chosen)
-        return data
+        singles = [
+            {**asdict(o.part), "layers": len(o.part.layers), "cost": o.cost, "gain": o.gain} for o in self.singles
+        ]
+        points = {"chosen": self.chosen.to_json(), "points": [p.to_json() for p in self.points]}
+        return {**asdict(self), **points, "singles": singles, "recipe": self.recipe}
 
 
-def _point(point: SearchPoint) -> dict[str, Any]:
-    return {
-        "mix": point.mix.key,
-        "layers": point.mix.counts(),
-        "seconds": point.speed.seconds,
-        "prefill_seconds": point.speed.prefill,
-        "seconds_per_token": point.speed.decode,
-        "speedup": point.speedup,
-        "front": point.front,
-        "estimated_kl": point.estimated,
-        "calibration": _rise(point.rise),
-        "held_out": None if point.held_out is None else _rise(point.held_out),
-    }
-
-
-def _rise(rise: Rise) -> dict[str, float]:
-    return {**asdict(rise), "relative": rise.relative, "relative_error": rise.relative_error}
-
-
-def recipe_with_measurements(result: SearchResult) -> str:
-    """The chosen mix as YAML that `rewrite MODEL --recipe FILE` takes, with what was measured and predicted of it."""
-    chosen, load = result.chosen, result.workload
-    name = re.sub(r"[^a-z0-9]+", "-", f"searched-{result.fabric}-tp{result.ranks['tp'] * result.ranks['sp']}".lower())
-    parts = ", ".join(f"{name} in {count}" for name, count in chosen.mix.counts().items())
-    around = "" if chosen.mix.base == Mix.base else f"{chosen.mix.base} with "
-    what = f"{around}{parts} of the layers" if parts else f"{around}nothing rewritten"
-    summary = f"Found by a search on {result.fabric} within a rise in loss of {result.budget:.3g}: {what}."
-    measured = MeasuredRecipe(
-        model=Path(result.model).name,
-        fabric=result.fabric,
-        tp=result.ranks["tp"],
-        sp=result.ranks["sp"],
-        workload=f"batch {load['batch']}, {load['prompt']} + {load['generate']} tokens",
-        speedup=round(chosen.speedup, _DIGITS),
-        seconds_per_token=float(f"{chosen.speed.decode:.{_DIGITS}g}"),
-        text=result.text,
-        loss=round(result.loss, _DIGITS),
-        budget=result.budget,
-        calibration=_measured_rise(chosen.rise),
-        held_out=None if chosen.held_out is None else _measured_rise(chosen.held_out),
-    )
-    recipe = recipe_of(chosen.mix, name[:64], summary)
-    return recipe.model_copy(update={"measured": measured}).to_yaml()
-
-
-def _measured_rise(rise: Rise) -> MeasuredRise:
-    shares = {"rise": rise.relative, "error": rise.relative_error, "seen": rise.seen / rise.loss}
-    figures = {"loss": rise.loss, "kl": rise.kl, **shares}
+def _measured(rise: Rise) -> MeasuredRise:
+    figures = {"loss": rise.loss, "kl": rise.kl, **rise.shares}
     return MeasuredRise(**{name: round(value, _DIGITS) for name, value in figures.items()})

@@ -16,6 +16,7 @@ from rewriter.ir.absolute_positions import most_tokens
 from rewriter.ir.live_model import load_host
 
 WINDOW = 256
+Report = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,7 @@ class Text:
 
 
 def text_for(
-    program: Program,
-    given: str | None,
-    counts: tuple[int, int],
-    seed: int = 0,
-    report: Callable[[float, float], None] = lambda *_: None,
+    program: Program, given: str | None, counts: tuple[int, int], seed: int = 0, report: Report = lambda *_: None
 ) -> Text:
     """Windows to calibrate and to hold out, as many as `counts` says where the text is long enough.
 
@@ -46,21 +43,17 @@ def text_for(
     knows. A model that is too large to be run as a whole reads the packaged text. Raises RewriterError for a text that
     gives no three windows.
     """
-    length = min(WINDOW, most_tokens(program))
+    length, count = min(WINDOW, most_tokens(program)), sum(counts)
     own = given is None and too_large(program) is None
+    what = "text that the model wrote itself" if own else "the packaged text" if given is None else "the given text"
     if own:
-        found, described = written(program, sum(counts), length, seed, report), "text that the model wrote itself"
+        found = _written(program, count, length, seed, report)
     else:
-        what = "the packaged text" if given is None else "the given text"
-        found = _read(program, given if given is not None else CALIBRATION.read_text(encoding="utf-8"), length, what)
-        described = what
-    held_out = counts[1] if len(found) >= sum(counts) else max(1, len(found) * counts[1] // sum(counts))
-    chosen = found[: sum(counts)]
+        found = _read(program, CALIBRATION.read_text(encoding="utf-8") if given is None else given, length, what)
+    held_out = counts[1] if len(found) >= count else max(1, len(found) * counts[1] // count)
+    described = f"{what}, {held_out * found.shape[1]:,} tokens of it held out"
     # what is held out is the end of a text, which is furthest from what was searched with
-    return Text(
-        chosen[:-held_out], chosen[-held_out:],
-        f"{described}, {held_out * found.shape[1]:,} tokens of it held out", own,
-    )  # fmt: skip
+    return Text(found[:count][:-held_out], found[:count][-held_out:], described, own)
 
 
 def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
@@ -73,30 +66,26 @@ def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
     tokenizer.model_max_length = 1 << 30
     tokens = tokenizer(text).input_ids
     check_tokens(what, tokens, vocabulary_of(program), tokenizer)
-    ids = torch.tensor(tokens)
-    while length > 16 and len(ids) < 12 * length:  # a short text in shorter windows
+    while length > 16 and len(tokens) < 12 * length:  # a short text in shorter windows
         length //= 2
-    full = [window for window in windows(program, ids, length) if len(window) == length]
+    full = [window for window in windows(program, torch.tensor(tokens), length) if len(window) == length]
     if len(full) < 3:
         raise RewriterError(
-            f"--calibration: {what} gives {len(ids)} tokens; at least {3 * length} are needed, to measure on and to "
+            f"--calibration: {what} gives {len(tokens)} tokens; at least {3 * length} are needed, to measure on and to "
             "hold out. Give a longer one"
         )
     return torch.stack(full)
 
 
 @torch.no_grad()
-def written(
-    program: Program, count: int, length: int, seed: int, report: Callable[[float, float], None] = lambda *_: None
-) -> torch.Tensor:
+def _written(program: Program, count: int, length: int, seed: int, report: Report) -> torch.Tensor:
     """`count` texts of `length` tokens that the model samples, int64 [count, length]: the same for the same seed.
 
     Each begins with the token that begins a text, or a random one where the model has none.
     """
-    config, path = program.source.config, program.source.path
-    model = load_host(str(path), program.source.remote_code, torch.float32)
+    model = load_host(str(program.source.path), program.source.remote_code, torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    vocabulary, first = vocabulary_of(program), top_setting(config, "bos_token_id")
+    vocabulary, first = vocabulary_of(program), top_setting(program.source.config, "bos_token_id")
     ids = torch.randint(vocabulary, (count, 1), generator=generator)
     if isinstance(first, int) and 0 <= first < vocabulary:
         ids[:] = first

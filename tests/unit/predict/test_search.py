@@ -1,4 +1,4 @@
-"""Searching mixes: keys and recipes of mixes, the optimizer against all mixes, estimates, what is kept and refused."""
+"""Searching mixes: keys and recipes of mixes, greedy orders, what is kept, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ import searched
 from repository import TINY_LLAMA
 
 from rewriter.common.errors import RewriterError
-from rewriter.predict.search.choices import BY_NAME, FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.predict.search.choices import REWRITES, Mix, Part, recipe_of
 from rewriter.predict.search.computed import WindowChange
-from rewriter.predict.search.front import Costs, Option, agreement, front
-from rewriter.predict.search.gains import Gains, gain_of
+from rewriter.predict.search.gains import Gains
+from rewriter.predict.search.greedy import Option, Order, greedy
 from rewriter.predict.search.measurements import Store
-from rewriter.predict.search.result import recipe_with_measurements, rise_of
+from rewriter.predict.search.result import rise_of
 from rewriter.predict.search.run import Asked, search
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
@@ -39,12 +38,25 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- mixes ---
 
 
-def test_a_mix_is_found_again_by_its_key() -> None:
-    mix = mix_of([PlacedRewrite(3, "drop"), PlacedRewrite(0, "ladder")], {2: "int8", 0: "int4-hadamard"}, "ulysses")
-    assert searched.parse(mix.key) == mix
-    assert mix.key == "ulysses ladder@0 drop@3 int4-hadamard@0 int8@2"
-    assert searched.parse(Mix().key) == Mix()
-    assert mix_of([p for part in mix.parts for p in part.placements], dict(mix.formats), "ulysses") == mix
+def test_equal_mixes_have_equal_keys() -> None:
+    mix = searched.mix("drop@3", "int8@2", "ladder@0", "int4-hadamard@0", base="ulysses")
+    assert mix.key == "ulysses int4-hadamard@0 ladder@0 int8@2 drop@3"
+    assert mix == Mix(mix.parts[::-1], "ulysses")
+    assert Mix().key == "tensor-parallel"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "exclude"),
+    [
+        (Part(1, "drop"), Part(1, "ladder"), True),
+        (Part(1, "drop-mlps"), Part(4, "prompt-drop"), True),
+        (Part(1, "drop-mlps"), Part(5, "drop"), False),
+        (Part(1, "drop"), Part(1, "int8"), False),
+        (Part(1, "int8"), Part(1, "prompt-int8"), True),
+    ],
+)
+def test_a_layer_has_one_rewrite_and_one_format(one: Part, other: Part, exclude: bool) -> None:
+    assert one.excludes(other) == other.excludes(one) == exclude
 
 
 def test_a_recipe_names_layers_in_runs_and_one_by_one() -> None:
@@ -59,7 +71,7 @@ def test_a_recipe_names_layers_in_runs_and_one_by_one() -> None:
 
 
 def test_a_recipe_keeps_its_measurements() -> None:
-    text = recipe_with_measurements(searched.result())
+    text = searched.result().recipe
     recipe = Recipe.parse(text)
     recipe.build()
     assert recipe.measured is not None
@@ -72,81 +84,51 @@ def test_a_recipe_keeps_its_measurements() -> None:
         Recipe.parse(text.replace("rise:", "rize:", 1))
 
 
-# --- the optimizer ---
+# --- greedy orders ---
 
 
-def brute(layers: int, options: list[Option]) -> list[tuple[float, float]]:
-    """(cost, gain) of the mixes that no other beats, by rising cost: every mix is written out."""
-
-    def go(layer: int, before: str) -> Iterator[tuple[float, float]]:
-        if layer == layers:
-            yield 0.0, 0.0
-            return
-        for option in [Option(layer, 1), *(o for o in options if o.start == layer)]:
-            gain = option.gain - (option.edge if option.rewrite != before else 0.0)
-            for cost, more in go(layer + option.layers, option.rewrite):
-                yield option.cost + cost, gain + more
-
-    kept: list[tuple[float, float]] = []
-    for cost, gain in sorted(set(go(0, "")), key=lambda pair: (pair[0], -pair[1])):
-        if not kept or gain > kept[-1][1] + 1e-12:
-            kept.append((cost, gain))
-    return kept
+def drops(*costs_and_gains: tuple[float, float]) -> list[Option]:
+    return [Option(Part(n, "drop"), cost, gain) for n, (cost, gain) in enumerate(costs_and_gains)]
 
 
+def test_options_are_taken_by_gain_per_cost_in_place_of_those_that_exclude_them() -> None:
+    options = drops((2.0, 2.0), (1.0, 3.0), (1.0, 0.0), (1.0, -1.0))
+    options += [Option(Part(0, "desync-4x"), 4.0, 8.0), Option(Part(0, "int8"), 0.1, 0.15)]
+    options += [Option(Part(4, "ladder"), 0.1, None)]
+    wanted = [(), ("drop@1",), ("desync-4x@0",), ("desync-4x@0", "int8@0")]
+    order = Order(options)
+    assert [order.mix(n) for n in range(len(order.mixes))] == [searched.mix(*words) for words in wanted]
+    assert [order.at(cost) for cost in (0.9, 1.0, 4.0, math.inf)] == [searched.mix(*words) for words in wanted]
+    begun = (options[0],)
+    assert greedy(options, begun, most=0.9) == [begun, (options[0], options[5])]
+
+
+def searched_for(order: Order, budget: float, cost_of: dict[Part, float]) -> tuple[float, int]:
+    """(most that is gained within the budget, mixes measured), where parts cost in mixes what `cost_of` says."""
+    measured: dict[Mix, float] = {}
+    for done in range(40):
+        if (found := order.next(budget, measured.get, halve=done % 2 == 1)) is None:
+            break
+        assert found[0] not in measured
+        measured[found[0]] = sum(cost_of[part] for part in found[0].parts)
+    gains = {option.part: option.gain or 0.0 for option in order.options}
+    best = max((sum(gains[p] for p in mix.parts) for mix, cost in measured.items() if cost <= budget), default=0.0)
+    return best, len(measured)
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0, 2.5])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_front_is_that_of_all_mixes(seed: int) -> None:
+def test_an_order_comes_near_the_best_of_all_mixes(seed: int, factor: float) -> None:
+    """It lacks the gain of one part at most, of all sets of parts, where they cost more or less in a mix than alone."""
     draw = random.Random(seed)
-    layers, names = 4, ["ladder", "drop", "desync-4x", "parallel"]
-    edges = {name: draw.randint(-10, 30) / 10 for name in names}
-    options = [
-        Option(n, BY_NAME[name].layers, name, format, draw.randint(1, 40) / 100, draw.randint(0, 50) / 10, edges[name])
-        for name in names for n in range(layers - BY_NAME[name].layers + 1) for format in ("", "int8")
-    ]  # fmt: skip
-    options += [Option(n, 1, "", "int8", draw.randint(0, 20) / 1000, draw.randint(0, 9) / 10) for n in range(layers)]
-    wanted = brute(layers, options)
-    assert len(wanted) > 5
-    for estimate, (cost, gain) in zip(front(layers, options), wanted, strict=True):
-        assert estimate.cost == pytest.approx(cost, abs=1e-9)
-        assert estimate.gain == pytest.approx(gain, abs=1e-9)
-
-
-def test_the_mix_of_an_estimate_has_its_cost() -> None:
-    costs = Costs({searched.mix(f"drop@{n}"): 0.01 * (n + 1) for n in range(5)})
-    options = [Option(n, 1, "drop", cost=0.01 * (n + 1), gain=1.0) for n in range(5)]
-    estimates = front(5, options)
-    assert [len(e.mix.placements) for e in estimates] == [0, 1, 2, 3, 4, 5]
-    assert estimates[1].mix == searched.mix("drop@0")
-    for estimate in estimates:
-        assert estimate.cost == pytest.approx(costs.of(estimate.mix))
-        assert estimate.gain == len(estimate.mix.placements)
-
-
-# --- estimates ---
-
-
-def test_factors_are_found_again() -> None:
-    alone = {searched.mix(f"{name}@{n}"): 0.01 * (n + 1) for n in range(6) for name in ("drop", "ladder")}
-    alone |= {searched.mix(f"int8@{n}"): 1e-4 for n in range(6)}
-    costs, truth = Costs(alone), Costs(alone, {"drop": 1.5, "ladder": 0.7, "int8": 1.0})
-    draw = random.Random(0)
-    mixes = [
-        mix_of([PlacedRewrite(n, draw.choice(["drop", "ladder"])) for n in draw.sample(range(6), 3)]) for _ in range(30)
-    ]
-    fitted = costs.fitted({mix: truth.of(mix) for mix in mixes})
-    assert fitted.factors["drop"] == pytest.approx(1.5, rel=0.02)
-    assert fitted.factors["ladder"] == pytest.approx(0.7, rel=0.02)
-    assert costs.fitted({}) == costs
-    both = Option(2, 2, "desync-4x", "int8")
-    assert Costs({**alone, searched.mix("desync-4x@2"): 0.5}).option(both) == pytest.approx(0.5 + 2e-4)
-    assert costs.option(both) == float("inf")  # it does not apply there
-
-
-def test_agreement_counts_pairs_that_differ_by_more_than_their_errors() -> None:
-    assert agreement([1, 2, 3], [10, 20, 30], [0, 0, 0]) == 1
-    assert agreement([3, 2, 1], [10, 20, 30], [0, 0, 0]) == -1
-    assert agreement([1, 3, 2], [10, 20, 21], [1, 1, 1]) == 1
-    assert agreement([], [], []) == 1
+    options = drops(*((draw.uniform(0.5, 2), draw.uniform(0.5, 2)) for _ in range(12)))
+    cost_of = {o.part: o.cost * factor * draw.uniform(0.9, 1.1) for o in options}
+    budget = 5.0 * factor
+    sets = [some for n in range(len(options)) for some in itertools.combinations(options, n)]
+    best = max(sum(o.gain or 0.0 for o in some) for some in sets if sum(cost_of[o.part] for o in some) <= budget)
+    found, measured = searched_for(Order(options), budget, cost_of)
+    assert best - max(o.gain or 0.0 for o in options) <= found <= best + 1e-9
+    assert measured <= 12
 
 
 def test_a_rise_is_a_mean_over_windows() -> None:
@@ -162,18 +144,16 @@ def test_a_rise_is_a_mean_over_windows() -> None:
 
 
 @pytest.mark.parametrize("name", ["ladder", "drop", "desync-4x"])
-def test_a_run_of_a_rewrite_gains_what_is_said(directory: Path, name: str) -> None:
-    """Also of a length that was not simulated: each placement gains as much, and the run loses its edge once."""
+def test_a_rewrite_gains_what_is_said_in_runs_of_other_lengths(directory: Path, name: str) -> None:
     gains = Gains(trace(directory), Workload(tp=3, prompt=64, generate=16), Cluster("pcie-gen4"))
-    length = BY_NAME[name].layers
-    gain = gain_of(gains, name, range(searched.LAYERS - length + 1))
+    length = REWRITES[name].layers
+    gain = gains.gain(name, range(searched.LAYERS - length + 1))
     assert gain is not None
-    each, edge = gain
-    run = gains.speed(mix_of([PlacedRewrite(2 + length * n, name) for n in range(2)]))
-    assert run is not None
-    saved = gains.standard.seconds - run.seconds
-    assert saved > 0
-    assert 2 * each - edge == pytest.approx(saved, rel=0.01)
+    one, two = (gains.speed(Mix(tuple(Part(2 + length * n, name) for n in range(count)))) for count in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert one.seconds - two.seconds > 0
+    assert gain == pytest.approx(one.seconds - two.seconds, rel=0.01)
 
 
 # --- what is kept ---
@@ -283,4 +263,4 @@ def test_a_search_that_was_cut_off_comes_to_the_same(directory: Path, tmp_path: 
     for faster, slower in itertools.pairwise(whole.front):
         assert faster.speed.seconds < slower.speed.seconds
         assert faster.rise.rise > slower.rise.rise
-    assert {s.rewrite for s in whole.singles} == {r.name for r in REWRITES} | set(FORMATS)
+    assert {option.part.name for option in whole.singles} == set(REWRITES)

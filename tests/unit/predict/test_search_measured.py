@@ -15,7 +15,7 @@ from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights, simulate
 from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
-from rewriter.predict.search.choices import FORMATS, REWRITES, Mix, PlacedRewrite, mix_of, recipe_of
+from rewriter.predict.search.choices import REWRITES, Mix, Part, recipe_of
 from rewriter.predict.search.computed import Computed, WindowChange
 from rewriter.predict.search.measurements import Measurements, Store, StreamedWeights
 from rewriter.predict.search.texts import Text, text_for
@@ -58,12 +58,9 @@ def same(found: WindowChange, wanted: tuple[float, float]) -> None:
 
 
 def every() -> list[Mix]:
-    """Every rewrite at the first layer, in the middle and at the end."""
-    found = []
-    for rewrite in REWRITES:
-        last = searched.LAYERS - rewrite.layers
-        found += [mix_of([PlacedRewrite(start, rewrite.name)]) for start in sorted({0, 2, last}) if start <= last]
-    return found + [mix_of([], {layer: format}) for layer in (0, 5) for format in FORMATS]
+    """Every rewrite of all tokens at the first layer, in the middle and at the end."""
+    lasts = {name: searched.LAYERS - rewrite.layers for name, rewrite in REWRITES.items() if not rewrite.prompt}
+    return [Mix((Part(n, name),)) for name, last in lasts.items() for n in sorted({0, 2, last}) if n <= last]
 
 
 @pytest.mark.slow
@@ -74,7 +71,7 @@ def test_each_alone_is_what_the_converted_model_loses(program: Program, computed
     for mix, change in zip(every(), changes, strict=True):
         wanted = expected(before[0], converted(program, mix, weights, IDS[:1])[0], IDS[0])
         same(change, wanted)
-        if mix.placements and mix != searched.mix("ladder@0"):
+        if not mix.parts[0].rewrite.format and mix != searched.mix("ladder@0"):
             assert wanted[0] > 1e-3, f"{mix.key} changes too little to be told from the original"
 
 
@@ -117,18 +114,18 @@ def test_weights_are_forgotten_when_others_need_their_place(program: Program) ->
     streamed = StreamedWeights(program, limit=2 * largest)
     for name, tensor in whole.items():
         assert torch.equal(streamed[name], tensor)
-        assert sum(kept.nbytes for kept in streamed._kept.values()) <= 2 * largest
-    assert len(streamed._kept) < len(whole)
+        assert sum(kept.nbytes for kept in streamed.kept.tensors.values()) <= 2 * largest
+    assert len(streamed.kept.tensors) < len(whole)
     mix = searched.mix("drop@3")
     few, all_kept = (Computed(program, RANKS, weights) for weights in (streamed, whole))
     assert few.changes([few.part(mix)], IDS[0]) == all_kept.changes([all_kept.part(mix)], IDS[0])
 
 
 def test_what_is_measured_is_kept(measured: Measurements, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixes = [searched.mix("drop@2"), searched.mix("int8@1")]
-    first = measured.alone(mixes, lambda *_: None), measured.rises(mixes), measured.loss()
+    mixes = [searched.mix("drop@2"), searched.mix("int8@1", "drop@2")]
+    first = measured.rises(mixes), measured.loss()
     monkeypatch.setattr("rewriter.predict.search.computed.Simulator", None)
-    assert (measured.alone(mixes, lambda *_: None), measured.rises(mixes), measured.loss()) == first
+    assert (measured.rises(mixes), measured.loss()) == first
 
 
 def test_the_model_writes_the_same_text_from_the_same_seed(program: Program) -> None:
