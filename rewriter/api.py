@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rewriter.ir import Program
     from rewriter.output.manifest import Manifest
     from rewriter.predict.results import RecipeComparison
-    from rewriter.predict.search.result import SearchResult
+    from rewriter.predict.search.run import SearchResult
     from rewriter.predict.validation import Validation
     from rewriter.recipes import Recipe
     from rewriter.runtime.generation.text_stream import Generation

@@ -17,7 +17,7 @@ from rewriter.common.run_context import RunContext
 from rewriter.predict.workload import Cluster, Workload
 
 if TYPE_CHECKING:
-    from rewriter.predict.search.result import SearchResult
+    from rewriter.predict.search.run import SearchResult
 
 
 def search(
@@ -98,5 +98,6 @@ def _print(result: SearchResult, model: str, recipe: Path, html: Path | None) ->
     Console(highlight=False).print(SearchReport(result))
     if html is not None:
         typer.echo(f"\nwrote {html}")
-    ranks = "".join(f" --{axis} {count}" for axis, count in result.ranks.items() if count > 1)
+    mesh = {"tp": result.measured.tp, "sp": result.measured.sp}
+    ranks = "".join(f" --{axis} {count}" for axis, count in mesh.items() if count > 1)
     typer.echo(f"\nwrote {recipe}\n  rewrite {shlex.join([model])} --recipe {shlex.join([str(recipe)])}{ranks}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -15,9 +14,9 @@ from rewriter.common.numbers import duration, times
 from rewriter.common.svg import log_ticks, path, svg, ticks
 from rewriter.common.tables import plain_table
 from rewriter.passes.selection import spans
-from rewriter.predict.search.choices import REWRITES, STANDARD, Mix
-from rewriter.predict.search.greedy import Option
-from rewriter.predict.search.result import Rise, SearchPoint, SearchResult
+from rewriter.predict.search.choices import REWRITES, STANDARD, Mix, Option
+from rewriter.predict.search.run import SearchPoint, SearchResult
+from rewriter.recipes.recipe import MeasuredRise
 from rewriter.show.charts import HEIGHT, SHAPES, WIDTH, Plot
 from rewriter.show.page import render
 
@@ -40,7 +39,8 @@ class SearchReport:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         result = self.result
-        yield Text.assemble((model_name(result), "bold"), " on ", (result.fabric, "bold"), f": {setting(result)}")
+        model, fabric = (result.measured.model, "bold"), (result.measured.fabric, "bold")
+        yield Text.assemble(model, " on ", fabric, f": {setting(result)}")
         if result.modelled:
             yield Text("MODELLED: this fabric's figures are computed, not measured.", style="bold yellow")
         yield Text()
@@ -55,24 +55,19 @@ class SearchReport:
             yield Text(note, style="dim")
 
 
-def model_name(result: SearchResult) -> str:
-    return Path(result.model).name or result.model
-
-
 def setting(result: SearchResult) -> str:
     """The job, as a phrase."""
-    load, ranks = result.workload, math.prod(result.ranks.values())
-    job = f"batch {load['batch']}, {load['prompt']:,} + {load['generate']:,} tokens"
-    return f"{ranks} ranks, {job}, a rise in loss of {share(result.budget)} at most"
+    found = result.measured
+    return f"{found.tp * found.sp} ranks, {found.workload}, a rise in loss of {share(found.budget)} at most"
 
 
 def headline(result: SearchResult) -> str:
     """The result in a sentence."""
     chosen = result.chosen
-    held_out = "" if chosen.held_out is None else f", {share(chosen.held_out.relative)} on text that was held out"
+    held_out = "" if chosen.held_out is None else f", {share(chosen.held_out.rise)} on text that was held out"
     return (
         f"{times(chosen.speedup)} the speed of plain tensor parallelism (predicted), for a rise in loss of "
-        f"{share(chosen.rise.relative)}{held_out}"
+        f"{share(chosen.calibration.rise)}{held_out}"
     )
 
 
@@ -86,17 +81,18 @@ def layers_of(mix: Mix) -> list[str]:
 
 def notes(result: SearchResult) -> list[str]:
     """Sentences that belong to the figures."""
-    said = f"Measured on {result.text}. The original's loss is {result.loss:.3f} nats per token."
+    found = result.measured
+    said = f"Measured on {found.text}. The original's loss is {found.loss:.3f} nats per token."
     return [said, *(f"Not applied, {name}: {why}" for name, why in result.not_applied.items())]
 
 
 def cells(point: SearchPoint) -> dict[str, str]:
     """Cells of COLUMNS, for terminal and page."""
     return {
-        "per token": duration(point.speed.decode),
+        "per token": duration(point.speed.seconds_per_token),
         "speedup": times(point.speedup),
-        "rise in loss": rise_of(point.rise),
-        "KL": f"{point.rise.kl:.4f}",
+        "rise in loss": rise_of(point.calibration),
+        "KL": f"{point.calibration.kl:.4f}",
         "held out": "–" if point.held_out is None else rise_of(point.held_out),
     }
 
@@ -113,9 +109,9 @@ def share(value: float) -> str:
     return f"{percent:.0f} %" if percent == 0 or abs(percent) >= 100 else f"{percent:.3g} %"
 
 
-def rise_of(rise: Rise) -> str:
+def rise_of(rise: MeasuredRise) -> str:
     """ "0.83 % ± 0.11 %"."""
-    return share(rise.relative) + (f" ± {share(rise.shares['error'])}" if rise.error else "")
+    return share(rise.rise) + (f" ± {share(rise.error)}" if rise.error else "")
 
 
 def _table(result: SearchResult, columns: Sequence[str]) -> Table:
@@ -142,8 +138,9 @@ def search_page(result: SearchResult, command: str = "") -> str:
     does = {name: REWRITES[name].does for name in rewrites}
     chosen = result.chosen.mix
     points = [(named(p.mix) + (" ◆" if p.mix == chosen else ""), cells(p).values()) for p in result.front]
+    title = f"{result.measured.model}: the recipe that fits {result.measured.fabric}"
     return render(
-        "search.html.j2", title=f"{model_name(result)}: the recipe that fits {result.fabric}", result=result,
+        "search.html.j2", title=title, result=result,
         setting=setting(result), headline=headline(result), layers=layers_of(chosen),
         front=speed_for_loss(result), legend=LEGEND, columns=COLUMNS, points=points, rewrites=rewrites,
         singles=_singles(result.singles, rewrites), does=does, notes=notes(result), command=command,
@@ -157,14 +154,14 @@ def _singles(singles: Sequence[Option], rewrites: Sequence[str]) -> list[tuple[s
     rows = [(f"{layer}", [costs.get((layer, name), "") for name in rewrites]) for layer in layers]
     gains = []
     for name in rewrites:
-        most = max((o.gain for o in singles if o.part.name == name and o.gain is not None), default=None)
-        gains.append("–" if most is None else duration(most) if most > 0 else "none")
+        most = max(o.gain for o in singles if o.part.name == name)
+        gains.append(duration(most) if most > 0 else "none")
     return [*rows, ("gain", gains)]
 
 
 def speed_for_loss(result: SearchResult) -> str:
     """Speedups over rises in loss. The rise is logarithmic; what is exact stands at the left edge."""
-    above = [p.rise.relative for p in result.points if p.rise.relative > 1e-6] or [0.01]
+    above = [p.calibration.rise for p in result.points if p.calibration.rise > 1e-6] or [0.01]
     low, high = min(above), max(max(above), min(above) * 10)
     speeds = [p.speedup for p in result.points]
     bottom, top = min(speeds), max(max(speeds), min(speeds) + 0.01)
@@ -174,15 +171,15 @@ def speed_for_loss(result: SearchResult) -> str:
         {value: times(value) for value in ticks(bottom, top)},
         "rise in loss (less is better); dashed: the budget",
     )
-    if low <= result.budget <= high:
-        parts.append(plot.vertical(result.budget, "r1"))
-    line = sorted(result.front, key=lambda p: p.speed.seconds)
+    budget, line = result.measured.budget, result.front
+    if low <= budget <= high:
+        parts.append(plot.vertical(budget, "r1"))
     if len(line) > 1:
-        parts.append(path("M" + "L".join(plot.at(p.rise.relative, p.speedup) for p in line), "pl s1"))
+        parts.append(path("M" + "L".join(plot.at(p.calibration.rise, p.speedup) for p in line), "pl s1"))
     for p in result.points:
         chosen = p.mix == result.chosen.mix
-        shape, look = (CHOSEN, "pp s2") if chosen else (SHAPES[0], "pp s1" if p.front else "pp s0 o")
-        said = f"{named(p.mix)}: {times(p.speedup)}, a rise of {share(p.rise.relative)}"
-        parts.append(path(f"M{plot.at(p.rise.relative, p.speedup)}{shape}", look, said))
+        shape, look = (CHOSEN, "pp s2") if chosen else (SHAPES[0], "pp s1" if p in line else "pp s0 o")
+        said = f"{named(p.mix)}: {times(p.speedup)}, a rise of {share(p.calibration.rise)}"
+        parts.append(path(f"M{plot.at(p.calibration.rise, p.speedup)}{shape}", look, said))
     said = "Predicted speedups over measured rises in loss; the table below has the points of the front."
     return svg(WIDTH, HEIGHT, "Speed for loss", said, "", parts)

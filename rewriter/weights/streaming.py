@@ -21,22 +21,20 @@ def stream_parameters(model: nn.Module, read: Callable[[str], Tensor]) -> None:
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first.setdefault(id(parameter), name)
-    kept = KeptTensors(read)
+    kept = _ReadParameters(read)
     for module in model.modules():
         module._parameters = _Streamed(module._parameters, first, kept)
 
 
-class KeptTensors:
-    """Tensors by name, read when they are asked for; those asked for last are kept, `limit` bytes or one tensor."""
-
-    def __init__(self, read: Callable[[str], Tensor], limit: int = KEPT) -> None:
-        self.read, self.limit, self.tensors = read, limit, OrderedDict[str, Any]()
+class _ReadParameters:
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        self.read, self.tensors = read, OrderedDict[str, Any]()
 
     def __call__(self, name: str) -> Tensor:
         if name not in self.tensors:
             self.tensors[name] = self.read(name)
         self.tensors.move_to_end(name)
-        while len(self.tensors) > 1 and sum(t.nbytes for t in self.tensors.values()) > self.limit:
+        while len(self.tensors) > 1 and sum(t.nbytes for t in self.tensors.values()) > KEPT:
             self.tensors.popitem(last=False)
         tensor: Tensor = self.tensors[name]
         return tensor
@@ -45,7 +43,7 @@ class KeptTensors:
 class _Streamed(dict[str, Any]):
     """A module's `_parameters`. An entry by its name is read; iteration gives one number, expanded to the shape."""
 
-    def __init__(self, parameters: dict[str, Any], first: dict[int, str], kept: KeptTensors) -> None:
+    def __init__(self, parameters: dict[str, Any], first: dict[int, str], kept: _ReadParameters) -> None:
         from torch import nn, zeros
 
         super().__init__(

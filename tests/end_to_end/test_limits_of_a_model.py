@@ -24,7 +24,7 @@ from rewriter.common.run_context import RunContext
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir.absolute_positions import position_table
 from rewriter.ir.simulate import simulate
-from rewriter.predict.search.texts import text_for
+from rewriter.predict.search.measured import text_for
 from rewriter.runtime.generation.generate import generate
 from rewriter.runtime.loading import load
 

@@ -30,11 +30,11 @@ def test_a_search_beats_what_ships_and_four_hundred_random_mixes(
     found, others, said = benchmark.compared(str(TINY_LLAMA), asked, 400, tmp_path / "state")
     assert said == []
     assert len(others) > 10 + 20  # what ships, and the random mixes that are as fast as the chosen one
-    assert found.chosen.rise.relative <= BUDGET
+    assert found.chosen.calibration.rise <= BUDGET
     assert found.chosen.held_out is not None
-    assert found.chosen.held_out.relative <= BUDGET
+    assert found.chosen.held_out.rise <= BUDGET
 
     recipe = tmp_path / "found.yaml"
     recipe.write_text(found.recipe)
-    report = convert(TINY_LLAMA, recipe, out=tmp_path / "out", tp=found.ranks["tp"], sp=found.ranks["sp"])
+    report = convert(TINY_LLAMA, recipe, out=tmp_path / "out", tp=found.measured.tp, sp=found.measured.sp)
     assert report.verification

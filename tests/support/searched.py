@@ -8,10 +8,9 @@ import torch
 import zoo
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rewriter.predict.search.choices import STANDARD, Mix, Part
-from rewriter.predict.search.gains import Speed
-from rewriter.predict.search.greedy import Option
-from rewriter.predict.search.result import Rise, SearchPoint, SearchResult, with_front
+from rewriter.predict.search.choices import STANDARD, Mix, Option, Part
+from rewriter.predict.search.run import SearchPoint, SearchResult, Speed
+from rewriter.recipes.recipe import MeasuredRecipe, MeasuredRise
 
 LAYERS = 6
 
@@ -35,35 +34,29 @@ def mix(*words: str, base: str = STANDARD) -> Mix:
     return Mix(tuple(Part(int(layer), name) for name, _, layer in named), base)
 
 
-def rise(relative: float, loss: float = 2.0) -> Rise:
-    return Rise(loss, relative * loss, 0.1 * relative * loss, relative * loss, relative * loss, 0.2 * relative * loss)
+def point(of: Mix, speedup: float, rise: float, held_out: float | None = None) -> SearchPoint:
+    rises = (
+        None if r is None else MeasuredRise(loss=2.0, rise=r, error=0.1 * r, kl=2 * r, seen=r) for r in (rise, held_out)
+    )
+    return SearchPoint(of, Speed(0.5 / speedup, 0.02 / speedup, 1e-3 / speedup), speedup, *rises)
 
 
 def result() -> SearchResult:
     """A search of which the figures are made up."""
-    standard = Speed(0.5, 0.02, 1e-3)
-    made = [
-        (Mix(), 1.0, 0.0),
-        (mix("int8@0", "int8@1"), 1.02, 0.0002),
-        (mix("drop@3", "drop-mlp@4", "int8@0"), 1.2, 0.008),
-        (mix("drop@2", "drop@3"), 1.1, 0.02),
-        (mix("ladder@2", "ladder@3", "parallel@5"), 1.4, 0.3),
-    ]
-    points = with_front(
-        SearchPoint(
-            m,
-            Speed(0.5 / s, 0.02 / s, 1e-3 / s),
-            rise(r),
-            s,
-            held_out=rise(1.1 * r) if s == 1.2 else None,
-        )
-        for m, s, r in made
+    chosen = point(mix("drop@3", "drop-mlp@4", "int8@0"), 1.2, 0.008, 0.0088)
+    points = (
+        point(mix("ladder@2", "ladder@3", "parallel@5"), 1.4, 0.3),
+        chosen,
+        point(mix("drop@2", "drop@3"), 1.1, 0.02),
+        point(mix("int8@0", "int8@1"), 1.02, 0.0002),
+        point(Mix(), 1.0, 0.0),
     )
-    chosen = next(p for p in points if p.held_out is not None)
+    measured = MeasuredRecipe(
+        model="tiny", fabric="pcie-gen4", tp=3, workload="batch 1, 1024 + 512 tokens", speedup=1.2, budget=0.01,
+        seconds_per_token=8e-4, text="text that the model wrote itself", loss=2.0, calibration=chosen.calibration,
+        held_out=chosen.held_out,
+    )  # fmt: skip
     return SearchResult(
-        model="models/tiny", fabric="pcie-gen4", fabric_summary="8 x A100 over PCIe", modelled=True,
-        workload={"batch": 1, "prompt": 1024, "generate": 512}, budget=0.01, text="text that the model wrote itself",
-        loss=2.0, standard=standard, chosen=chosen, points=tuple(points),
-        singles=(Option(Part(3, "drop"), 0.004, 0.005), Option(Part(0, "int8"), 1e-5, None)),
-        ranks={"tp": 3, "sp": 1}, not_applied={"desync-8x": "<why>"},
+        measured, "8 x A100 over PCIe", True, Speed(0.5, 0.02, 1e-3), chosen, points,
+        (Option(Part(3, "drop"), 0.004, 0.005), Option(Part(0, "int8"), 1e-5, 0.0)), {"desync-8x": "<why>"},
     )  # fmt: skip

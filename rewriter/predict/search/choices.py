@@ -1,9 +1,11 @@
-"""Rewrites of layers, and mixes of them. A mix is a recipe."""
+"""Rewrites of layers, mixes of them, each a recipe, and greedy mixes by gain per cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rewriter.passes import available
@@ -12,18 +14,17 @@ from rewriter.recipes import Recipe
 
 PROMPT = "prompt-"  # begins names of rewrites for tokens of the prompt alone
 STANDARD = "tensor-parallel"
-PAPER = "searched by `rewrite search`; its passes are described in docs/concepts/rewrites.md"
+SCHEDULES = ("fuse_projections", "overlap")  # passes that change no result
 
 
 @dataclass(frozen=True)
 class Rewrite:
     """One rewrite of `layers` neighbouring layers, or one format of a layer's messages.
 
-    `name`: as reports call it; `does`: what a layer becomes; `options`: its pass with its options, to which the layers
-    are added. `bound`: ranks keep residuals of their own, so there have to be several ranks.
+    `does`: what a layer becomes; `options`: its pass with its options, to which the layers are added. `bound`: ranks
+    keep residuals of their own, so there have to be several ranks. `prompt`: for tokens of the prompt alone.
     """
 
-    name: str
     layers: int
     does: str
     options: Mapping[str, Any]
@@ -31,37 +32,35 @@ class Rewrite:
 
     @property
     def prompt(self) -> bool:
-        """True if it is for tokens of the prompt alone."""
-        return self.name.startswith(PROMPT)
+        return "phase" in self.options
 
     @property
     def format(self) -> bool:
-        """True for a format of messages, which a layer can have beside another rewrite."""
         return bool(self.options["pass"] == "quantize_collectives")
 
 
-_DESYNC, _DROP, _KEEP = {"pass": "desync", "resync": "sum"}, ["keep", "drop"], ["keep", "keep"]
-_OWN, _FORMAT = {"pass": "ladder", "variant": "own_partial"}, {"pass": "quantize_collectives"}
-_DROP_MLP, _DROP_MLPS = {**_DESYNC, "pattern": [_DROP, _KEEP]}, {**_DESYNC, "pattern": [*[_DROP] * 3, _KEEP]}
-_ONE_NORM, _OWN_NORMS = ({"pass": "parallel_block", "norm": norm} for norm in ("attention", "own"))
-_ALL_TOKENS = (
-    Rewrite("ladder", 1, "reads the stream one block late", {"pass": "ladder"}),
-    Rewrite("own-partial", 1, "ladder, with the rank's own part of the late sum", _OWN, True),
-    Rewrite("drop", 1, "attention's reduction waits for the MLP's", {"pass": "drop_sync"}, True),
-    Rewrite("drop-mlp", 2, "the MLP's reduction waits for the next layer's attention", _DROP_MLP, True),
-    Rewrite("drop-mlps", 4, "the same, three layers in a row", _DROP_MLPS, True),
-    Rewrite("desync-4x", 2, "one reduction for two layers", {**_DESYNC, "n": 4}, True),
-    Rewrite("desync-8x", 4, "one reduction for four layers", {**_DESYNC, "n": 8}, True),
-    Rewrite("parallel", 1, "attention and MLP side by side, with one norm", _ONE_NORM),
-    Rewrite("parallel-own", 1, "attention and MLP side by side, each with its norm", _OWN_NORMS),
-    Rewrite("int8", 1, "messages in 8 bits", {**_FORMAT, "format": "int8"}),
-    Rewrite("int4-hadamard", 1, "messages in 4 bits, rotated", {**_FORMAT, "format": "int4-hadamard"}),
-)
-_PROMPT_ALONE = (
-    Rewrite(PROMPT + r.name, r.layers, f"for the prompt alone: {r.does}", {**r.options, "phase": "prompt"}, r.bound)
-    for r in _ALL_TOKENS
-)
-REWRITES = {rewrite.name: rewrite for rewrite in (*_ALL_TOKENS, *_PROMPT_ALONE)}
+_FORMAT, _PARALLEL = {"pass": "quantize_collectives"}, {"pass": "parallel_block"}
+_SUM, _DROP, _KEEP = {"pass": "desync", "resync": "sum"}, ["keep", "drop"], ["keep", "keep"]
+_OWN = {"pass": "ladder", "variant": "own_partial"}
+_DROP_MLP, _DROP_MLPS = {**_SUM, "pattern": [_DROP, _KEEP]}, {**_SUM, "pattern": [*[_DROP] * 3, _KEEP]}
+_ALL_TOKENS = {
+    "ladder": Rewrite(1, "reads the stream one block late", {"pass": "ladder"}),
+    "own-partial": Rewrite(1, "ladder, with the rank's own part of the late sum", _OWN, True),
+    "drop": Rewrite(1, "attention's reduction waits for the MLP's", {"pass": "drop_sync"}, True),
+    "drop-mlp": Rewrite(2, "the MLP's reduction waits for the next layer's attention", _DROP_MLP, True),
+    "drop-mlps": Rewrite(4, "the same, three layers in a row", _DROP_MLPS, True),
+    "desync-4x": Rewrite(2, "one reduction for two layers", {**_SUM, "n": 4}, True),
+    "desync-8x": Rewrite(4, "one reduction for four layers", {**_SUM, "n": 8}, True),
+    "parallel": Rewrite(1, "attention and MLP side by side, with one norm", {**_PARALLEL, "norm": "attention"}),
+    "parallel-own": Rewrite(1, "attention and MLP side by side, each with its norm", {**_PARALLEL, "norm": "own"}),
+    "int8": Rewrite(1, "messages in 8 bits", {**_FORMAT, "format": "int8"}),
+    "int4-hadamard": Rewrite(1, "messages in 4 bits, rotated", {**_FORMAT, "format": "int4-hadamard"}),
+}
+_PROMPT_ALONE = {
+    PROMPT + name: Rewrite(r.layers, f"for the prompt alone: {r.does}", {**r.options, "phase": "prompt"}, r.bound)
+    for name, r in _ALL_TOKENS.items()
+}
+REWRITES = {**_ALL_TOKENS, **_PROMPT_ALONE}
 
 
 @dataclass(frozen=True, order=True)
@@ -79,22 +78,17 @@ class Part:
     def layers(self) -> range:
         return range(self.start, self.start + self.rewrite.layers)
 
-    @property
+    @cached_property
     def places(self) -> int:
-        """A bit for each layer's rewrite, or format, that it is."""
+        """A bit for each layer's rewrite, or format. A layer has one of each: parts with a common bit exclude each
+        other."""
         return sum(1 << (2 * layer + self.rewrite.format) for layer in self.layers)
-
-    def excludes(self, other: Part) -> bool:
-        """True if a layer would have two rewrites, or two formats, with both."""
-        return bool(self.places & other.places)
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Parts, none of which excludes another; they are sorted. What none is in is standard and exact.
-
-    `base` is the exact recipe around them: tensor-parallel, or one that shards tokens.
-    """
+    """Parts, sorted, none of which excludes another. `base` is the exact recipe around them: tensor-parallel, or one
+    that shards tokens."""
 
     parts: tuple[Part, ...] = ()
     base: str = STANDARD
@@ -108,11 +102,6 @@ class Mix:
         return " ".join([self.base, *(f"{part.name}@{part.start}" for part in self.parts)])
 
     @property
-    def touched(self) -> list[int]:
-        """The layers that are not as they were, ascending."""
-        return sorted({layer for part in self.parts for layer in part.layers})
-
-    @property
     def layers(self) -> dict[str, list[int]]:
         """The layers of each rewrite that it has, ascending, by name."""
         of = {name: [layer for p in self.parts if p.name == name for layer in p.layers] for name in REWRITES}
@@ -121,21 +110,70 @@ class Mix:
 
 def recipe_of(mix: Mix, name: str = "searched", summary: str = "A mix that was found by a search.") -> Recipe:
     """The recipe of a mix. Passes that merge reductions come first, formats of messages last."""
-    passes: dict[str, list[dict[str, Any]]] = {"merge": [], "rewire": [], "format": []}
+    merges, rewires, formats = list[Any](), list[Any](), list[Any]()
     for rewrite, layers in ((REWRITES[name], layers) for name, layers in mix.layers.items()):
-        runs = list(runs_of(layers))
-        chosen: Any = f"{layers[0]}-{layers[-1]}" if len(runs) == 1 < len(layers) else layers
-        rewires = "merge" if rewrite.options["pass"] == "parallel_block" else "rewire"
-        passes["format" if rewrite.format else rewires].append({**rewrite.options, "layers": chosen})
-    around = () if mix.base == STANDARD else Recipe.load(mix.base).passes
-    listed = [
-        {"pass": "tensor_parallel"},
-        *passes["merge"],
-        {"pass": "merge_reductions", "optional": True},
-        *passes["rewire"],
-        *(p.to_dict() for p in around if available()[p.pass_name].shards_tokens),
-        *passes["format"],
-        {"pass": "fuse_projections", "optional": True},
-        {"pass": "overlap", "optional": True},
-    ]
-    return Recipe.model_validate({"name": name, "summary": summary, "paper": PAPER, "passes": listed})
+        runs = f"{layers[0]}-{layers[-1]}" if len(list(runs_of(layers))) == 1 < len(layers) else layers
+        passes = merges if rewrite.options["pass"] == "parallel_block" else formats if rewrite.format else rewires
+        passes.append({**rewrite.options, "layers": runs})
+    around = [] if mix.base == STANDARD else Recipe.load(mix.base).passes
+    shared = [p.to_dict() for p in around if available()[p.pass_name].shards_tokens]
+    merged, fused, overlapped = ({"pass": name, "optional": True} for name in ("merge_reductions", *SCHEDULES))
+    passes = [{"pass": "tensor_parallel"}, *merges, merged, *rewires, *shared, *formats, fused, overlapped]
+    paper = "searched by `rewrite search`; its passes are described in docs/concepts/rewrites.md"
+    return Recipe.model_validate({"name": name, "summary": summary, "paper": paper, "passes": passes})
+
+
+@dataclass(frozen=True)
+class Option:
+    """A part that mixes may have. `cost`: its KL(original ‖ rewritten) alone, nats per token. `gain`: seconds by which
+    it is predicted to shorten a generation, among others like it."""
+
+    part: Part
+    cost: float
+    gain: float
+
+
+def greedy(options: Sequence[Option], begun: Sequence[Option] = (), most: float = math.inf) -> list[Sequence[Option]]:
+    """Mixes from `begun` on, each made from the one before by the option that gains most per cost. It takes the place
+    of those that exclude it, which count against it. Every step gains, and costs less than `most`, nats per token."""
+    mixes = [begun]
+    while True:
+        found, best = None, 0.0
+        for option in (option for option in options if option.gain > 0):
+            replaced = [other for other in mixes[-1] if other.part.places & option.part.places]
+            gain = option.gain - sum(other.gain for other in replaced)
+            cost = max(option.cost - sum(other.cost for other in replaced), 1e-12)
+            if gain > 1e-12 and cost < most and gain / cost > best:
+                found, best = option, gain / cost
+        if found is None:
+            return mixes
+        mixes.append([*(other for other in mixes[-1] if not other.part.places & found.part.places), found])
+
+
+def toward(
+    options: Sequence[Option],
+    base: str,
+    within: Callable[[Mix], bool | None],
+    begun: Sequence[Option] = (),
+    most: float = math.inf,
+) -> Iterator[tuple[Mix, Mix]]:
+    """(the mix to measure next, the fastest that may be within the budget), of greedy mixes around `base` from `begun`
+    with steps that cost less than `most`.
+
+    `within`: whether a mix was measured to be within the budget, None where it was not measured. The next one is in the
+    middle between the last within the budget and the first beyond it. Where nothing is between them, steps that cost as
+    much as the one between them are not made any more.
+    """
+    order = greedy(options, begun, most)
+    while True:
+        mixes = [Mix(tuple(option.part for option in taken), base) for taken in order]
+        known = {n: inside for n, mix in enumerate(mixes) if (inside := within(mix)) is not None}
+        low = max((n for n, inside in known.items() if inside), default=0)
+        high = min((n for n in known if n > low), default=len(mixes))
+        if high - low > 1:
+            yield mixes[(low + high) // 2], mixes[high - 1]
+        elif high == len(mixes):
+            return
+        else:
+            before, after = (sum(option.cost for option in order[n]) for n in (low, high))
+            order[low:] = greedy(options, order[low], (after - before) * (1 - 1e-9))

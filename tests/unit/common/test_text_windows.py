@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rewriter.check.drift import calibration_tokens, read_in, windows
 from rewriter.common.text_windows import begins_texts, text_windows
-from rewriter.predict.search.texts import text_for
+from rewriter.predict.search.measured import text_for
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace

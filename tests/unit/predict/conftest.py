@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import searched
+import torch
 
 from rewriter.ir import Program
-from rewriter.predict.search.computed import Computed
-from rewriter.predict.search.measurements import StreamedWeights
+from rewriter.ir.simulate import load_weights
+from rewriter.predict.search.measured import Measurements, Store, Text
 from rewriter.tracing import trace
 
 RANKS = 3
+IDS = torch.randint(131, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,7 @@ def program(directory: Path) -> Program:
     return trace(directory)
 
 
-@pytest.fixture(scope="module")
-def computed(program: Program) -> Computed:
-    return Computed(program, RANKS, StreamedWeights(program))
+@pytest.fixture
+def measured(program: Program) -> Measurements:
+    text = Text(IDS.tolist(), IDS.tolist(), "random tokens")
+    return Measurements(program, RANKS, load_weights(program), text, Store(None, {}))

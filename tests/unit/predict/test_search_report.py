@@ -108,7 +108,7 @@ def test_the_recipe_has_a_name_of_its_own(api: Api, tmp_path: Path, capsys: pyte
     assert api.calls[0][1]["state"] == Path("model-h100-nvlink-tp8.search")
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"]["speedup"] == 1.2
-    assert [p["front"] for p in found["points"]] == [True, True, False, True, True]
+    assert [p["speedup"] for p in found["points"]] == [1.4, 1.2, 1.1, 1.02, 1.0]
     assert found["file"] == "model-h100-nvlink-tp8.yaml"
 
 
