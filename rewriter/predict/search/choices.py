@@ -150,21 +150,14 @@ def greedy(options: Sequence[Option], begun: Sequence[Option] = (), most: float 
         mixes.append([*(other for other in mixes[-1] if not other.part.places & found.part.places), found])
 
 
-def toward(
-    options: Sequence[Option],
-    base: str,
-    within: Callable[[Mix], bool | None],
-    begun: Sequence[Option] = (),
-    most: float = math.inf,
-) -> Iterator[tuple[Mix, Mix]]:
-    """(the mix to measure next, the fastest that may be within the budget), of greedy mixes around `base` from `begun`
-    with steps that cost less than `most`.
+def toward(options: Sequence[Option], base: str, within: Callable[[Mix], bool | None]) -> Iterator[tuple[Mix, Mix]]:
+    """(the mix to measure next, the fastest that may be within the budget), of greedy mixes around `base`.
 
     `within`: whether a mix was measured to be within the budget, None where it was not measured. The next one is in the
     middle between the last within the budget and the first beyond it. Where nothing is between them, steps that cost as
     much as the one between them are not made any more.
     """
-    order = greedy(options, begun, most)
+    order = greedy(options)
     while True:
         mixes = [Mix(tuple(option.part for option in taken), base) for taken in order]
         known = {n: inside for n, mix in enumerate(mixes) if (inside := within(mix)) is not None}

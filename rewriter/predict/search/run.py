@@ -32,8 +32,7 @@ from rewriter.recipes.recipe import MeasuredRecipe, MeasuredRise
 from rewriter.weights import Checkpoint
 
 _MOST = 10  # mixes of one greedy order that are measured on the way to the budget
-_DEARER = 1.5  # what a part costs alone is at most so many times what it adds to a mix
-_FASTER = 2e-4  # what would make the best mix faster by less than this share is not measured
+_FASTER = 1e-3  # what would make the best mix faster by less than this share is not measured
 
 
 @dataclass(frozen=True)
@@ -246,8 +245,6 @@ class _Search:
                 for name, first in ((name, n) for name, rewrite in REWRITES.items() for n in range(rewrite.layers)):
                     alike = [option for option in some if option.part.name == name]
                     self._improve([o for o in alike if o.part.start % o.part.rewrite.layers == first], base)
-            parts, base = self._best().mix.parts, self._best().mix.base
-            self._improve(options[base], base, [option for option in options[base] if option.part in parts])
             if (chosen := self._best()).speed.seconds >= self.gains.standard.seconds:
                 raise self._nothing_faster(options[STANDARD])
             found = replace(chosen, held_out=self.measured.rise(chosen.mix, held_out=True))
@@ -273,10 +270,9 @@ class _Search:
         within = [point for mix, point in self.points.items() if point is not None and self._within(mix)]
         return min(within, key=lambda p: (p.speed.seconds, p.worst))
 
-    def _improve(self, options: list[Option], base: str, begun: Sequence[Option] = ()) -> None:
+    def _improve(self, options: list[Option], base: str) -> None:
         """Measure greedy mixes, nearer and nearer to the budget, while they may be faster than the best."""
-        most = _DEARER * (self.asked.budget - self._best().worst) * self.measured.rise().loss if begun else math.inf
-        for mix, fastest in islice(toward(options, base, self._within, begun, most), _MOST):
+        for mix, fastest in islice(toward(options, base, self._within), _MOST):
             speed = self.gains.speed(fastest)
             if speed is not None and speed.seconds >= self._best().speed.seconds * (1 - _FASTER):
                 break
