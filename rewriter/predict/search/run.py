@@ -208,13 +208,13 @@ def opened(
         )
     if shortage is not None:
         raise RewriterError(f"{source.path}: a search computes with all weights. In fp32 they take {shortage}")
+    weights = load_weights(program, torch.float32)
     job = {"layout": 3, "checkpoint": Checkpoint.open(source.path).fingerprint(), "tp": asked.workload.tp}
     config, about_text = repr(sorted(source.config.items())), (asked.text, asked.windows, asked.seed)
     store = Store(state, {**job, "config": config, "text": about_text})
     if "text" not in store.values:
         store.put({"text": asdict(text_for(program, *about_text, context.progress))})
-    weights, text = load_weights(program, torch.float32), Text(**store.values["text"])
-    return Measurements(program, asked.workload.tp, weights, text, store), gains
+    return Measurements(program, asked.workload.tp, weights, Text(**store.values["text"]), store), gains
 
 
 @dataclass
