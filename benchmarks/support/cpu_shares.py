@@ -3,8 +3,8 @@
     with CpuShares(3) as shares:                       # on two cores: 0.6 of a core for each of three
         subprocess.Popen([*shares.inside(0), "python", "rank.py"])
 
-Control groups limit each rank to its share of every two milliseconds, so that a rank is as fast beside its peers as alone.
-Linux and root. The groups are deleted when the block is left.
+Control groups limit each rank to its share of every two milliseconds, so that a rank is as fast beside its peers as
+alone. Linux and root. The groups are deleted when the block is left.
 """
 
 from __future__ import annotations

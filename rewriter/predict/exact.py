@@ -51,7 +51,7 @@ class ExactChoices:
 
         Raises RewriterError for an unknown engine, and where the standard model cannot be simulated at all.
         """
-        load, ranks = self.predictor.workload, self.predictor.workload.tp
+        ranks = self.predictor.workload.tp
         plain = self._choice(f"TP {ranks}" if ranks > 1 else "1 GPU", ranks)
         available = self.available
         over_all = [] if plain is None else [plain, *(self._with(name) for name in self._applicable())]

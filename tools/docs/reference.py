@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 import typer
+import yaml
 from pydantic import BaseModel
 
 from rewriter.cli.app import COMMANDS, commands, conversion
-from rewriter.fabric.schema import LIBRARY, fabrics, load_fabric
+from rewriter.fabric.schema import DEVICES, LIBRARY, fabrics, load_fabric
 from rewriter.output import manifest
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import entries, find
@@ -90,7 +91,12 @@ def fabric_pages() -> dict[str, str]:
         figures = "by formula" if fabric.modelled else "measured"
         rows.append((f"[`{name}`](fabric-{name}.md)", fabric.device.name, figures, _cell(fabric.summary)))
         text = (LIBRARY / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
-        made[f"reference/fabric-{name}.md"] = _page(f"# {name}", _plain(fabric.summary), f"```yaml\n{text}\n```")
+        device = yaml.safe_load(text)["device"]
+        parts = [_plain(fabric.summary), f"```yaml\n{text}\n```"]
+        if isinstance(device, str):  # named: a file of its own
+            text = (DEVICES / f"{device}.yaml").read_text(encoding="utf-8").rstrip()
+            parts += [f"## The device, `{device}`", f"```yaml\n{text}\n```"]
+        made[f"reference/fabric-{name}.md"] = _page(f"# {name}", *parts)
     intro = (
         "A fabric says what a cluster's links cost. Made from the files of the package; every figure names its source. "
         "`rewrite fabrics show NAME` prints one. [Predict](../howto/predict.md) uses them."

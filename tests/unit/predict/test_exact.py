@@ -38,6 +38,12 @@ def choices(
     return {one.name: one for one in ExactChoices(predictor, Candidates(program), engine, draft).all()}
 
 
+def test_where_not_all_gpus_can_share_a_layer_parts_of_them_can(program: Program) -> None:
+    found = choices(program, "h100-2x8-ib", load=replace(LOAD, tp=24))
+    assert found
+    assert all(one.replicas * one.stages > 1 and one.tp < 24 for one in found.values())
+
+
 def test_every_option_says_who_has_it_and_who_says_so() -> None:
     for name, option in options().items():
         assert option.source, name
