@@ -317,6 +317,7 @@ def search(
     cluster: Cluster = Cluster(),
     *,
     loss: float = 0.01,
+    engine: str = "vllm",
     text: str | None = None,
     seed: int = 0,
     state: str | os.PathLike[str] | None = None,
@@ -326,7 +327,8 @@ def search(
 
     What each rewrite of each layer costs alone is measured on the weights, what it gains is predicted as `predict` does
     (for this workload and cluster); mixes that are greedy in gain per cost are measured too, nearer and nearer to
-    `loss`. `text` is what is measured on, its end held out; by default the model writes one itself, from
+    `loss`. `engine` is what serves; the result says what the mix gains over the best that it does with the model as it
+    is. `text` is what is measured on, its end held out; by default the model writes one itself, from
     `seed`. A workload of sp=1 leaves out recipes that share tokens. `state`: a directory for what was measured, which
     an interrupted search, or one with another cluster or `loss`, goes on from.
 
@@ -336,7 +338,7 @@ def search(
     from rewriter.predict.search.run import Asked
     from rewriter.predict.search.run import search as run
 
-    asked = Asked(workload, cluster, loss, text, seed=seed)
+    asked = Asked(workload, cluster, loss, text, seed=seed, engine=engine)
     return run(model, asked, state=None if state is None else Path(state), context=context)
 
 

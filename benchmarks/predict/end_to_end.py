@@ -5,9 +5,9 @@
 
 Ranks in network namespaces run what `rewrite` writes, over a link of a limited rate. First their collectives are
 measured, as by `rewrite fabrics calibrate`. Then starts of real ranks take turns with starts of ranks whose peers are
-emulated, each of whose collectives takes as long as on the fabric measured. With more ranks than cores each has an
-equal share of a core, real or emulated. Reported are medians over the starts. Start it on a machine that does nothing
-else.
+emulated: each of their collectives takes as long as on the fabric measured. With more ranks than cores some share a
+core, and the emulated ones wait for each other at each collective, so that they compute at the same times as real ones.
+Reported are medians over the starts. Start it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.prefill.times import STEPS, Bench, prepared
-from benchmarks.support.cpu_shares import CpuShares
 from benchmarks.support.namespaces import Bridge, Link, LinkError
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
@@ -106,12 +105,11 @@ def main() -> int:
         with (
             tempfile.TemporaryDirectory(prefix="end-to-end-") as name,
             Link() if given.tp == 2 else Bridge(given.tp) as link,
-            CpuShares(given.tp) as shares,
         ):
             outputs = prepared(given.model, Path(name), given.recipe or RECIPES, given.tp)
             vocabulary = vocabulary_size(read_json(given.model / "config.json", "")) or 256
             lengths = sorted(given.length or [256])
-            bench = Bench(outputs, vocabulary, link, given.tp, lengths, 3, given.dtype, shares=shares)
+            bench = Bench(outputs, vocabulary, link, given.tp, lengths, 3, given.dtype)
             found = validated(bench, given.rate / 8, given.starts, console)
             console.print(f"{link.dropped()} segments dropped")
     except (LinkError, RewriterError) as error:

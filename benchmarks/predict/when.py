@@ -232,7 +232,7 @@ def page(found: Sequence[Found]) -> str:
         "`python -m benchmarks.predict.when` writes this page and the README's table from predictions: [How a gain is "
         "predicted](../concepts/prediction.md). [Backtest](backtest.md) says how far those are from measurements.",
         f"- Gains are *decode speedups* (at {PROMPT:,} + {GENERATE} tokens) and *prefill speedups* (of one sequence) "
-        f"over the best that {ENGINE} can do with the model as it is: tensor parallelism over all GPUs or a part of "
+        "over the best that vLLM can do with the model as it is: tensor parallelism over all GPUs or a part of "
         "them, replicas, stages, and every option that it has on such a fabric, one-shot PCIe sums among them. Each "
         "table names that choice. Recipes have the same sums, and choose their ranks and replicas likewise, without "
         "stages.\n"
@@ -248,8 +248,8 @@ def page(found: Sequence[Found]) -> str:
         table(["model", "GPUs", *asked], answers),
         "## Decode steps",
         "`ladder`, `parallel` and `desync-4x` are meant for models that are trained with them from scratch. "
-        "`upper-bound` leaves communication out and computes something else: no recipe passes it at its number of "
-        "ranks. A dash: it cannot be applied, or does not fit in memory.",
+        "`upper-bound` leaves communication out and computes something else: as much as hiding all of it gains at its "
+        "number of ranks. `parallel` may gain more, since it launches fewer kernels. A dash: it cannot be applied, or does not fit in memory.",
         table(
             ["model", "GPUs", "batch", "best as it is", *(f"`{r}`" for r in DECODING)],
             [[f.model, f.cluster, str(b), *_gains(c, DECODING)] for f in found for b, c in f.decoding.items()],

@@ -30,7 +30,6 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.prefill import page
-from benchmarks.support.cpu_shares import CpuShares
 from benchmarks.support.link_ranks import launch
 from benchmarks.support.namespaces import Bridge, Link, LinkError, Network
 from rewriter.api import convert
@@ -67,13 +66,11 @@ class Bench:
     dtype: str
     module: str = RANK  # that a rank runs on the link
 
-    shares: CpuShares | None = None
-
     def times(self, rate: float, steps: int = 0) -> list[dict[str, Any]]:
         """The results of each rank at this rate, in bytes a second. Raises RewriterError where ranks chose different
         tokens."""
         self.link.set_rate(rate)
-        found = launch(self.link, self.module, self._spec(steps), self.tp, timeout=SECONDS, shares=self.shares)
+        found = launch(self.link, self.module, self._spec(steps), self.tp, timeout=SECONDS)
         for name in found[0]["tokens"]:
             if any(rank["tokens"][name] != found[0]["tokens"][name] for rank in found):
                 raise RewriterError(f"{name}: the ranks chose different tokens")
@@ -83,16 +80,18 @@ class Bench:
         """The YAML of a fabric: collectives of up to `largest` bytes on the link as it is, when nothing computes beside
         them, as `rewrite fabrics calibrate` measures them."""
         spec = {"largest": largest, **self._cores()}
-        measured = launch(self.link, RANK, spec, self.tp, timeout=3 * SECONDS, shares=self.shares)
+        measured = launch(self.link, RANK, spec, self.tp, timeout=3 * SECONDS)
         return str(measured[0]["fabric"])
 
     def predicted(self, fabric: str, steps: int = 0) -> list[dict[str, Any]]:
-        """The results of ranks whose peers are emulated: their collectives take as long as on `fabric`, a YAML."""
+        """The results of ranks whose collectives take as long as on `fabric`, a YAML. The peers of each are emulated;
+        with more ranks than cores they wait for each other at each collective, as what shares a core with them does."""
         with tempfile.TemporaryDirectory(prefix="prefill-fabric-") as name:
             file = Path(name) / "link.yaml"
             file.write_text(fabric, encoding="utf-8")
-            spec = {**self._spec(steps), "emulation": {"fabric": str(file)}}
-            return launch(None, RANK, spec, self.tp, timeout=SECONDS, shares=self.shares)
+            together = {"real": list(range(self.tp))} if self.tp > len(os.sched_getaffinity(0)) else {}
+            spec = {**self._spec(steps), "emulation": {"fabric": str(file), **together}}
+            return launch(None, RANK, spec, self.tp, timeout=SECONDS)
 
     def _spec(self, steps: int) -> dict[str, Any]:
         return {
@@ -102,8 +101,6 @@ class Bench:
 
     def _cores(self) -> dict[str, Any]:
         cores = sorted(os.sched_getaffinity(0))
-        if self.shares is not None and self.shares.share < 1:
-            return {}
         return {"cores": [cores[rank % len(cores)] for rank in range(self.tp)]}
 
     def sums(self, length: int) -> tuple[int, int]:

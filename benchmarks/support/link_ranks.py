@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.cpu_shares import CpuShares
 from benchmarks.support.namespaces import INTERFACE, Network
 from rewriter.common.processes import environment, rank_main, run_ranks
 
@@ -38,15 +37,13 @@ def launch(
     timeout: float,
     local: int = 1,
     tick: Callable[[Path], None] = lambda scratch: None,
-    shares: CpuShares | None = None,
     **own: str,
 ) -> list[Any]:
-    """The result of each rank; `local` neighbours share an end. `shares`: what each has of the cores; `own` are further
-    variables. Raises RewriterError with the reason of the rank that failed first."""
+    """The result of each rank; `local` neighbours share an end. `own` are further variables. Raises RewriterError with
+    the reason of the rank that failed first."""
 
     def before(rank: int) -> list[str]:
-        share = [] if shares is None else shares.inside(rank)
-        return share + ([] if network is None else network.inside(rank // local))
+        return [] if network is None else network.inside(rank // local)
 
     return run_ranks(
         [sys.executable, "-m", module], {"interface": INTERFACE, **spec, "ranks": ranks}, range(ranks),
@@ -57,7 +54,8 @@ def launch(
 def main(measure: Callable[[dict[str, Any], int], Any]) -> None:
     """Join the other ranks over gloo, on the core that the spec names, if any; `measure(spec, rank)` is the result.
 
-    With `emulation`, values of an `EmulationConfig`, each rank is the only real one, and its peers are emulated.
+    With `emulation`, values of an `EmulationConfig`, each rank is the only real one, and its peers are emulated, unless
+    these name the real ones.
     """
 
     def work(spec: dict[str, Any], rank: int) -> Any:
@@ -67,8 +65,11 @@ def main(measure: Callable[[dict[str, Any], int], Any]) -> None:
         if "emulation" in spec:
             from rewriter.emulation import EmulationConfig
 
-            options: Any = EmulationConfig(world_size=spec["ranks"], real=(rank,), **spec["emulation"])
-            backend, store = "emulated", dist.HashStore()
+            values = {"real": (rank,), **spec["emulation"]}
+            options: Any = EmulationConfig(world_size=spec["ranks"], **values)
+            together = len(values["real"]) > 1
+            backend = "emulated"
+            store = dist.FileStore(spec["store"], spec["ranks"]) if together else dist.HashStore()
         else:
             options, backend, store = None, "gloo", dist.FileStore(spec["store"], spec["ranks"])
         dist.init_process_group(backend, rank=rank, world_size=spec["ranks"], store=store, pg_options=options)

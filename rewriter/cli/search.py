@@ -36,6 +36,7 @@ def search(
     generate: options.Generate = 512,
     what_if: options.WhatIf = None,
     library: options.Library = None,
+    engine: options.PredictedEngine = "vllm",
     graphed: options.Graphed = True,
     seed: options.SearchSeed = 0,
     html: options.Html = None,
@@ -64,8 +65,8 @@ def search(
 
         result = api.search(
             model, Workload(batch, prompt, generate, graphed, tp, sp, nodes),
-            Cluster(fabric, tuple(what_if or ()), library), loss=budget, text=text, seed=seed, state=kept,
-            context=RunContext(progress, trust_remote_code),
+            Cluster(fabric, tuple(what_if or ()), library), loss=budget, engine=engine, text=text, seed=seed,
+            state=kept, context=RunContext(progress, trust_remote_code),
         )  # fmt: skip
     write_text(recipe, result.recipe, "--out")
     if html is not None:

@@ -237,7 +237,7 @@ class RecipeComparison:
     `pareto`: points by recipe name, empty where not asked for. `what_if`: changes to the delays, as the user wrote
     them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `exact`: what
     users can have without changing the model, where asked for, on `engine`. `over`: what speedups are over: the best
-    exact choice, or else the first recipe. `bound`: the model without communication, which no recipe passes.
+    exact choice, or else the first recipe. `bound`: the model without communication.
     `link`: what joins the fabric's GPUs; `parameters`: of the model.
     """
 

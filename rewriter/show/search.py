@@ -63,10 +63,11 @@ def setting(result: SearchResult) -> str:
 
 def headline(result: SearchResult) -> str:
     """The result in a sentence."""
-    chosen = result.chosen
+    chosen, found = result.chosen, result.measured
     held_out = "" if chosen.held_out is None else f", {share(chosen.held_out.rise)} on text that was held out"
+    over = "" if found.end_to_end is None else f" and {times(found.end_to_end)} that of {found.over}"
     return (
-        f"{times(chosen.speedup)} the speed of plain tensor parallelism (predicted), for a rise in loss of "
+        f"{times(chosen.speedup)} the speed of plain tensor parallelism (predicted){over}, for a rise in loss of "
         f"{share(chosen.calibration.rise)}{held_out}"
     )
 
@@ -82,8 +83,10 @@ def layers_of(mix: Mix) -> list[str]:
 def notes(result: SearchResult) -> list[str]:
     """Sentences that belong to the figures."""
     found = result.measured
-    said = f"Measured on {found.text}. The original's loss is {found.loss:.3f} nats per token."
-    return [said, *(f"Not applied, {name}: {why}" for name, why in result.not_applied.items())]
+    said = [f"Measured on {found.text}. The original's loss is {found.loss:.3f} nats per token."]
+    if found.end_to_end is not None and found.end_to_end < 1:
+        said.append(f"Keep the model: as it is, it is faster with {found.over}. `rewrite predict` says how.")
+    return [*said, *(f"Not applied, {name}: {why}" for name, why in result.not_applied.items())]
 
 
 def cells(point: SearchPoint) -> dict[str, str]:

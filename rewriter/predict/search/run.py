@@ -23,6 +23,7 @@ from rewriter.passes.phases import both_wirings
 from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates, all_recipes
 from rewriter.predict.entry import traced
+from rewriter.predict.exact import ExactChoices, best_exact
 from rewriter.predict.results import generation_seconds
 from rewriter.predict.search.choices import REWRITES, STANDARD, Mix, Option, Part, recipe_of, toward
 from rewriter.predict.search.measured import Measurements, Store, Text, text_for
@@ -39,8 +40,8 @@ _FASTER = 1e-3  # what would make the best mix faster by less than this share is
 class Asked:
     """Question of a search: a rise of `budget` (a share of the loss) at most, on `workload` and `cluster`.
 
-    `text`: to calibrate on, or None. `windows`: of text, to calibrate, to hold out. Raises RewriterError for a budget
-    that is not above 0, and for one rank."""
+    `text`: to calibrate on, or None. `windows`: of text, to calibrate, to hold out. `engine`: what serves, which
+    decides what sums there are. Raises RewriterError for a budget that is not above 0, and for one rank."""
 
     workload: Workload
     cluster: Cluster
@@ -48,6 +49,7 @@ class Asked:
     text: str | None = None
     windows: tuple[int, int] = (4, 8)
     seed: int = 0
+    engine: str = "vllm"
 
     def __post_init__(self) -> None:
         if not 0 < self.budget < math.inf:
@@ -129,12 +131,16 @@ class SearchResult:
 
 
 class Gains:
-    """Predicts mixes of one traced model, each from the simulation that `rewrite predict` makes. Raises RewriterError
-    where the fabric cannot run the model with nothing rewritten (`standard`)."""
+    """Predicts mixes of one traced model, each from the simulation that `rewrite predict` makes, with the sums that
+    `engine` has. `exact`: the fastest that it does with the model as it is. Raises RewriterError for an unknown engine,
+    and where the fabric cannot run the model with nothing rewritten (`standard`)."""
 
-    def __init__(self, program: Program, workload: Workload, cluster: Cluster) -> None:
-        self.workload, self.predictor = workload, Predictor(workload, cluster)
-        self.fabric, self.candidates = self.predictor.fabric, Candidates(program, workload.sp)
+    def __init__(self, program: Program, workload: Workload, cluster: Cluster, engine: str = "vllm") -> None:
+        self.workload, self.candidates = workload, Candidates(program, workload.sp)
+        exact = ExactChoices(Predictor(workload, cluster), self.candidates, engine)
+        library = cluster.library or exact.usable(exact.available)
+        self.predictor = Predictor(workload, replace(cluster, library=library), exact.predictor.runner)
+        self.fabric, self.exact = self.predictor.fabric, best_exact(exact.all())
         self.speeds: dict[Mix, Speed | None] = {}
         self.standard = self.of_recipe(recipe_of(Mix()))
 
@@ -199,7 +205,7 @@ def opened(
     """Measurements of mixes of a model on its text, and their predictions. Raises RewriterError as a search does: what
     can be refused without work is refused first."""
     program = traced(model, context.trust_remote_code)
-    gains = Gains(program, asked.workload, asked.cluster)
+    gains = Gains(program, asked.workload, asked.cluster, asked.engine)
     source, shortage = program.source, memory_shortage(parameter_count(program))
     if source.path is None:
         raise RewriterError(
@@ -290,10 +296,13 @@ class _Search:
 
     def _result(self, chosen: SearchPoint, singles: Sequence[Option]) -> SearchResult:
         load, budget, fabric, speed = self.asked.workload, self.asked.budget, self.gains.fabric, chosen.speed
+        exact, rate = self.gains.exact, load.batch * load.generate / speed.seconds
         measured = MeasuredRecipe(
             model=Path(self.model).name or self.model, fabric=fabric.name, tp=speed.tp, sp=speed.sp, budget=budget,
             workload=f"batch {load.batch}, {load.prompt} + {load.generate} tokens", text=self.measured.text.described,
-            speedup=round(chosen.speedup, 5), seconds_per_token=float(f"{speed.seconds_per_token:.5g}"),
+            speedup=round(chosen.speedup, 5), over=exact.name,
+            end_to_end=float(f"{rate / exact.tokens_per_second:.5g}"),
+            seconds_per_token=float(f"{speed.seconds_per_token:.5g}"),
             loss=chosen.calibration.loss, calibration=chosen.calibration, held_out=chosen.held_out,
         )  # fmt: skip
         found = sorted(filter(None, self.points.values()), key=lambda p: (p.speed.seconds, p.calibration.rise))
