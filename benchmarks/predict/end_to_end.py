@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.prefill.times import STEPS, Bench, prepared
-from benchmarks.support.namespaces import Bridge, Link, LinkError
+from benchmarks.support.namespaces import Bridge, LinkError
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.common.text_settings import vocabulary_size
@@ -104,7 +104,7 @@ def main() -> int:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="end-to-end-") as name,
-            Link() if given.tp == 2 else Bridge(given.tp) as link,
+            Bridge(given.tp) as link,
         ):
             outputs = prepared(given.model, Path(name), given.recipe or RECIPES, given.tp)
             vocabulary = vocabulary_size(read_json(given.model / "config.json", "")) or 256

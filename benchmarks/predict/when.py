@@ -249,7 +249,8 @@ def page(found: Sequence[Found]) -> str:
         "## Decode steps",
         "`ladder`, `parallel` and `desync-4x` are meant for models that are trained with them from scratch. "
         "`upper-bound` leaves communication out and computes something else: as much as hiding all of it gains at its "
-        "number of ranks. `parallel` may gain more, since it launches fewer kernels. A dash: it cannot be applied, or does not fit in memory.",
+        "number of ranks. `parallel` may gain more, since it launches fewer kernels. "
+        "A dash: it cannot be applied, or does not fit in memory.",
         table(
             ["model", "GPUs", "batch", "best as it is", *(f"`{r}`" for r in DECODING)],
             [[f.model, f.cluster, str(b), *_gains(c, DECODING)] for f in found for b, c in f.decoding.items()],

@@ -19,7 +19,7 @@ from rewriter.predict.calibration import COLLECTIVES, calibrated
 from rewriter.runtime.generation.decode_step import DecodeStep, Sampling, decode_step
 from rewriter.runtime.loading import load
 
-CALLS = 6  # of each collective and size
+CALLS = 200
 
 
 @torch.no_grad()

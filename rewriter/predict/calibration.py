@@ -11,7 +11,7 @@ import re
 import socket
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from rewriter.fabric.tables import Curve, CurvePoint
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
 from rewriter.predict.machine import device_section
 from rewriter.predict.timing import StartCollective, beside_computation, durations, mean, own_device
+from rewriter.runtime.collectives.small_sums import connect_small_sums, small_gather, small_sum_start, small_sums_take
 
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 KINDS: tuple[Kind, ...] = (*COLLECTIVES, "broadcast", "send")
@@ -40,14 +41,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _ROUNDS = 3
 
 
+SOCKETS = "sockets"  # the runtime's own sums and gathers of small tensors (runtime.collectives.small_sums)
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """One collective at one size: the median of several rounds. `taken`: the largest, see `MeasuredDurations`."""
+    """One collective at one size: the median of several rounds. `taken`: the largest, see `MeasuredDurations`.
+    `library`: the backend, or `SOCKETS`."""
 
     kind: Kind
     ranks: int
     point: CurvePoint
     taken: float
+    library: str
 
 
 def sizes(largest: int = LARGEST) -> tuple[int, ...]:
@@ -60,31 +66,35 @@ def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REP
     before, as rings and quantized sums do. Rounds have connections and threads of their own, as launches of a program
     have.
 
-    A collective that the backend does not have is left out.
+    A collective that the backend does not have is left out. On CPUs the runtime's own sums and gathers of small tensors
+    are measured, too: programs take those.
     """
-    rounds = min(_ROUNDS, repetitions)
-    by_size: dict[tuple[Kind, int], list[Measurement]] = {}
+    rounds, device = min(_ROUNDS, repetitions), own_device()
+    by_size: dict[tuple[str, Kind, int], list[Measurement]] = {}
     for _ in range(rounds):
         group = dist.new_group()
         try:
+            connected = connect_small_sums(group, device)
             for kind in kinds:
                 for nbytes in wanted:
-                    one = _measured(kind, nbytes, group, -(-repetitions // rounds))
-                    if one is None:
-                        break
-                    by_size.setdefault((kind, nbytes), []).append(one)
+                    calls: dict[str, StartCollective] = {dist.get_backend(): _collective(kind, nbytes, device, group)}
+                    if connected and (small := _small(kind, nbytes, group)) is not None:
+                        calls[SOCKETS] = small
+                    for library, run in calls.items():
+                        one = _measured(kind, nbytes, library, run, -(-repetitions // rounds))
+                        if one is not None:
+                            by_size.setdefault((library, kind, nbytes), []).append(one)
         finally:
             dist.destroy_process_group(group)
     return [
-        Measurement(kind, every[0].ranks, Curve.of(one.point for one in every).points[0], max(m.taken for m in every))
-        for (kind, _), every in by_size.items()
+        replace(every[0], point=Curve.of(one.point for one in every).points[0], taken=max(m.taken for m in every))
+        for every in by_size.values()
     ]
 
 
-def _measured(kind: Kind, nbytes: int, group: Any, repetitions: int) -> Measurement | None:
+def _measured(kind: Kind, nbytes: int, library: str, run: StartCollective, repetitions: int) -> Measurement | None:
     """None where the backend has no such collective."""
     device = own_device()
-    run = _collective(kind, nbytes, device, group)
     try:
         run().wait()
     except (RuntimeError, NotImplementedError) as error:
@@ -95,12 +105,12 @@ def _measured(kind: Kind, nbytes: int, group: Any, repetitions: int) -> Measurem
     timed = durations(run, repetitions, device, rooted)
     typical = mean(timed.seconds)
     cpu = busy = 0.0
-    if device.type != "cuda":
+    if device.type != "cuda" and library != SOCKETS:  # what is under way in a socket needs no thread
         cpu, busy = beside_computation(run, typical, repetitions, rooted)
         if kind == "send":  # it takes a rank's core for one message that leaves and one that arrives
             cpu /= 2
     point = CurvePoint(nbytes, typical, min(cpu, typical), busy if busy > typical else 0.0)
-    return Measurement(kind, dist.get_world_size(), point, timed.taken)
+    return Measurement(kind, dist.get_world_size(), point, timed.taken, library)
 
 
 def calibrated(
@@ -133,7 +143,7 @@ def calibrated(
 
 def _file(out: Path, measured: Sequence[Measurement], device: dict[str, Any]) -> dict[str, Any]:
     ranks, source = dist.get_world_size(), _source()
-    gathers = Curve.of(one.point for one in measured if one.kind == "all_gather")
+    gathers = Curve.of(o.point for o in measured if o.kind == "all_gather" and o.library != SOCKETS)
     first, last = gathers.points[0], gathers.points[-1]
     slope = max((last.seconds - first.seconds) / (last.nbytes - first.nbytes), 1e-15)
     fitted = f"between all-gathers of {first.nbytes} and {last.nbytes} bytes; {source}"
@@ -149,14 +159,40 @@ def _file(out: Path, measured: Sequence[Measurement], device: dict[str, Any]) ->
             "bandwidth": {"value": short((ranks - 1) / ranks / slope), "source": fitted},
         },
         "model": "measured",
-        "measurements": {
-            "library": dist.get_backend(),
-            "version": str(torch.__version__),
-            "dtype": "float32",
-            "source": source,
-            "points": measured_points((one.kind, one.ranks, one.point) for one in measured),
-        },
+        "measurements": [
+            {
+                "library": library,
+                **({"most_bytes": {"value": _largest(measured), "source": source}} if library == SOCKETS else {}),
+                "version": str(torch.__version__),
+                "dtype": "float32",
+                "source": source,
+                "points": measured_points((o.kind, o.ranks, o.point) for o in measured if o.library == library),
+            }
+            for library in dict.fromkeys(one.library for one in measured)
+        ],
     }
+
+
+def _largest(measured: Sequence[Measurement]) -> int:
+    """Bytes of the largest message that went through sockets."""
+    return max(one.point.nbytes for one in measured if one.library == SOCKETS)
+
+
+@torch.no_grad()
+def _small(kind: Kind, nbytes: int, group: Any) -> StartCollective | None:
+    """Starts the runtime's own sum, or gather (decode steps gather what others broadcast). None where it has none, or
+    the tensor is too large."""
+    ranks, done = dist.get_world_size(), SimpleNamespace(wait=lambda: None)
+    x = torch.zeros(max(1, nbytes // 4 // (ranks if kind == "all_gather" else 1)))
+    gather = kind in ("all_gather", "broadcast")
+    if not small_sums_take(x, group) or not (gather or kind == "all_reduce"):
+        return None
+
+    @torch.no_grad()
+    def run() -> Any:
+        return (small_gather(x, group) and done) if gather else small_sum_start(x, group)
+
+    return run
 
 
 def _collective(kind: Kind, nbytes: int, device: torch.device, group: Any) -> StartCollective:

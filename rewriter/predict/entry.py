@@ -21,8 +21,8 @@ from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.exact import ExactChoices, best_exact
 from rewriter.predict.results import PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import Validation
-from rewriter.predict.weight_formats import WeightFormat, stored_weights
-from rewriter.predict.workload import Cluster, Draft, Workload
+from rewriter.predict.weight_formats import stored_weights
+from rewriter.predict.workload import Cluster, Draft, WeightFormat, Workload
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import load_recipe
 from rewriter.tracing import trace, trace_skeleton

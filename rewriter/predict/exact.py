@@ -70,7 +70,7 @@ class ExactChoices:
     def libraries(self) -> tuple[str, ...]:
         """Those whose all-reduces the engine takes without options; none where the fabric is by formula."""
         known = self.predictor.fabric.libraries
-        return tuple(name for name in ("nccl", "gloo", engine_named(self.engine).library) if name in known)
+        return tuple(name for name in ("nccl", "gloo", "sockets", engine_named(self.engine).library) if name in known)
 
     @property
     def available(self) -> list[OptionName]:

@@ -24,6 +24,7 @@ from rewriter.common.processes import rank_main
 from rewriter.fabric import Call, Delay
 from rewriter.predict.workload import Workload
 from rewriter.runtime.attention.mesh import sequence_mesh
+from rewriter.runtime.collectives.small_sums import connect_small_sums
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.generation.decode_step import DecodeStep, Sampling
 from rewriter.runtime.loading import build, fill
@@ -196,6 +197,8 @@ def _model(spec: Spec, variant: Variant, rank: int, device: torch.device) -> nn.
         _randomize(model, device, getattr(torch, variant.dtype))
     else:
         fill(model, RankWeights.of_file(Path(shard)), device=device)
+    if "tp" in (mesh.mesh_dim_names or ()):
+        connect_small_sums(mesh.get_group("tp"), device)
     return model.eval()
 
 

@@ -6,14 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any
 
-from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
-
-WeightFormat = Literal["float8", "int8", "int4", "nvfp4", "mxfp4"]
-FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+from rewriter.predict.workload import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def _matches(said: str, name: str) -> bool:
     return fnmatchcase(name, said) if "*" in said else said in name
 
 
-_STORED = {
+_STORED: dict[str, StoredWeights] = {
     "float8": StoredWeights("float8", 8.0, "float8"),
     "int8": StoredWeights("int8", 8.0),
     "int4": StoredWeights("int4", 4.25),  # a scale and a zero of 16 and 4 bits for each group of 128 (GPTQ, AWQ)
@@ -77,16 +74,9 @@ _STORED = {
 _KEPT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 
 
-def stored_weights(asked: str | None, settings: Any) -> StoredWeights | None:
+def stored_weights(asked: WeightFormat | None, settings: Any) -> StoredWeights | None:
     """The format `asked` for, or without one that of a config's quantization `settings`; None where weights are of
-    the model's dtype, or of a format that is not known.
-
-    Raises RewriterError for a format of another name.
-    """
-    if asked is not None and asked not in _STORED:
-        raise RewriterError(
-            f"--weights {asked!r:.40}: expected {', '.join(FORMATS)}. Leave it out for the config's own"
-        )
+    the model's dtype, or of a format that is not known."""
     said = settings if isinstance(settings, Mapping) else {}
     if (name := asked or _named(said)) is None:
         return None

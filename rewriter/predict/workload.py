@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rewriter.common.errors import RewriterError, shortened
-from rewriter.predict.weight_formats import StoredWeights, WeightFormat, stored_weights
+
+if TYPE_CHECKING:
+    from rewriter.predict.weight_formats import StoredWeights
 
 MOST_TOKENS = 1 << 32
 AttentionKernels = Literal["fused", "plain"]
+WeightFormat = Literal["float8", "int8", "int4", "nvfp4", "mxfp4"]
 FIRST_TOKEN_PROMPTS = (1024, 8192, 32768)  # tokens of the prompts whose time to first token is predicted besides
 
 
@@ -48,7 +51,10 @@ class Workload:
     def __post_init__(self) -> None:
         if self.attention not in get_args(AttentionKernels):
             raise RewriterError(f"--attention {self.attention}: expected {' or '.join(get_args(AttentionKernels))}")
-        stored_weights(self.weights, None)
+        if self.weights is not None and self.weights not in (known := get_args(WeightFormat)):
+            raise RewriterError(
+                f"--weights {self.weights!r:.40}: expected {', '.join(known)}. Leave it out for the config's own"
+            )
         if self.cache not in (None, "float8"):
             raise RewriterError(f"--cache {self.cache!r:.40}: expected float8. Leave it out for the model's dtype")
         for name in ("tp", "nodes", "sp"):

@@ -50,9 +50,9 @@ def test_show_tells_figures_sources_and_errors(capsys: pytest.CaptureFixture[str
 
 
 def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fabrics", "show", "pcie-gen4", "--json"]) == 0
+    assert main(["fabrics", "show", "pcie-gen5", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    fabric = load_fabric("pcie-gen4")
+    fabric = load_fabric("pcie-gen5")
     assert {row["figure"]: row["value"] for row in shown["figures"]}["inside.bandwidth"] == fabric.inside.bandwidth
     assert all(row["source"] for row in shown["figures"])
     curve = next(row for row in shown["curves"] if (row["collective"], row["ranks"]) == ("all_reduce", 2))

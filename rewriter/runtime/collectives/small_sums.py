@@ -49,6 +49,12 @@ def connect_small_sums(group: ProcessGroup | None, device: torch.device) -> bool
     return True
 
 
+def small_sums_take(x: Tensor, group: ProcessGroup) -> bool:
+    """Whether sums and gathers of `x` over `group` go through sockets."""
+    sums = _of_group.get(group)
+    return sums is not None and sums.takes(x)
+
+
 def small_sum_start(x: Tensor, group: ProcessGroup) -> SocketSum | None:
     """Begin the sum of the contiguous `x`, in place; the result has a `wait` like torch's Work. None where the backend
     sums it: large tensors, and those with gradients, whose rules are about tensors that torch sums in place."""

@@ -91,7 +91,7 @@ def test_what_is_asked_reaches_the_api_and_the_recipe_is_written(
             "org/model",
             dict(
                 fabric="pcie-gen4", tp=3, sp=1, nodes=None, batch=4, prompt=2048, generate=128, graphed=False,
-                what_if=("all_reduce=+5us",), library=None, loss=0.02, text="words", seed=7,
+                what_if=("all_reduce=+5us",), library=None, loss=0.02, engine="vllm", text="words", seed=7,
                 state=Path("mine.search"), trust_remote_code=False, compiled=None, attention="fused", all_logits=False,
                 served=False, weights=None, cache=None, l2_prefetch=False, sequence_parallel=False,
             ),
