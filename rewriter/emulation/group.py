@@ -24,9 +24,10 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation.operation import EmulatedOperation, Reduction, fused
+from rewriter.emulation.socket_sums import EmulatedSums
 from rewriter.emulation.values import Mailbox
 from rewriter.emulation.work import CollectiveAborted, Deferred, Engine, Together
-from rewriter.fabric import Call, Kind
+from rewriter.fabric import Call, DelayModel, Kind
 
 NAME = "emulated"
 _OBJECTS = ("broadcast_object_list", "scatter_object_list")
@@ -90,6 +91,13 @@ class EmulatedGroup(_ProcessGroup):
         self._messages: dict[tuple[int, int], int] = {}  # counted by sender and receiver
         self._mailbox = Mailbox()
         self._fate: str | None = None
+
+    def small_sums(self) -> EmulatedSums | None:
+        """What the runtime's own sums are replaced by; None where several ranks are real, which have to meet."""
+        model = getattr(self.engine, "model", None)
+        if len(self.real) > 1 or not isinstance(model, DelayModel):
+            return None
+        return EmulatedSums(self.ranks, lambda: self.engine.model)  # type: ignore[attr-defined]
 
     # --- collectives ---
 

@@ -1,0 +1,68 @@
+"""The runtime's own sums and gathers of small tensors where a rank's peers are emulated.
+
+They take tens of microseconds between CPU ranks (`runtime.collectives.small_sums`), less than a collective of
+`torch.distributed` takes in Python. So they do not pass by the process group: `EmulatedGroup.small_sums` gives them to
+the runtime where the fabric has measured them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rewriter.fabric import Call, Delay, DelayModel
+from rewriter.fabric.calls import Kind
+from rewriter.kernels import sum_into
+
+LIBRARY = "sockets"  # as `rewrite fabrics calibrate` calls them
+
+
+@dataclass
+class EmulatedSums:
+    """Stands for `SocketSums` of a group of `ranks`: all hold what this one holds. `model`: says how long they take."""
+
+    ranks: tuple[int, ...] | range
+    model: Callable[[], DelayModel]
+    known: dict[tuple[DelayModel, Kind, int], Delay] = field(default_factory=dict)
+
+    def takes(self, x: Tensor) -> bool:
+        return x.nbytes > 0 and x.device.type == "cpu" and self._delay("all_reduce", x.nbytes).library == LIBRARY
+
+    def start(self, x: Tensor) -> EmulatedSum:
+        return EmulatedSum(x, len(self.ranks), time.monotonic() + self._delay("all_reduce", x.nbytes).seconds)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        _until(time.monotonic() + self._delay("all_gather", x.nbytes * len(self.ranks)).seconds)
+        return [x] * len(self.ranks)
+
+    def _delay(self, kind: Kind, nbytes: int) -> Delay:
+        key = (model := self.model(), kind, nbytes)
+        if key not in self.known:
+            self.known[key] = model.delay(Call(kind, nbytes, self.ranks, "float32"))
+        return self.known[key]
+
+
+@dataclass(eq=False)
+class EmulatedSum:
+    """A sum between its start and its wait, which is over at `end`, seconds of `time.monotonic`."""
+
+    x: Tensor
+    ranks: int
+    end: float
+
+    def wait(self) -> bool:
+        parts = [self.x, *(torch.empty_like(self.x).copy_(self.x) for _ in range(self.ranks - 1))]
+        sum_into(self.x, parts)
+        _until(self.end)
+        return True
+
+
+def _until(end: float) -> None:
+    """Give the core away while there is time to be woken."""
+    while (left := end - time.monotonic()) > 0:
+        if left > 2e-4:
+            time.sleep(left - 2e-4)
