@@ -92,7 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--length", type=int, action="append", help="tokens of a prompt (default 256)")
+    parser.add_argument("--length", type=int, action="append", help="tokens of a prompt (default 512)")
     parser.add_argument("--recipe", action="append", help="default: eight")
     parser.add_argument("--rate", type=float, default=250e6, help="bits a second of the link (default 250e6)")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and messages")
@@ -108,7 +108,7 @@ def main() -> int:
         ):
             outputs = prepared(given.model, Path(name), given.recipe or RECIPES, given.tp)
             vocabulary = vocabulary_size(read_json(given.model / "config.json", "")) or 256
-            lengths = sorted(given.length or [256])
+            lengths = sorted(given.length or [512])
             bench = Bench(outputs, vocabulary, link, given.tp, lengths, 3, given.dtype)
             found = validated(bench, given.rate / 8, given.starts, console)
             console.print(f"{link.dropped()} segments dropped")
