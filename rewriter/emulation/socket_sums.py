@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rewriter.fabric import Call, Delay, DelayModel
+from rewriter.fabric import SOCKETS, Call, Delay, DelayModel
 from rewriter.fabric.calls import Kind
 from rewriter.kernels import sum_into
 
-LIBRARY = "sockets"  # as `rewrite fabrics calibrate` calls them
 _BRIEF = 1e-3  # seconds; what takes longer goes through the group, where transfers wait for each other
 
 
@@ -34,7 +33,7 @@ class EmulatedSums:
         if not x.nbytes or x.device.type != "cpu":
             return False
         delay = self._delay("all_reduce", x.nbytes)
-        return delay.library == LIBRARY and delay.seconds < _BRIEF
+        return delay.library == SOCKETS and delay.seconds < _BRIEF
 
     def start(self, x: Tensor) -> EmulatedSum:
         return EmulatedSum(x, len(self.ranks), time.monotonic() + self._delay("all_reduce", x.nbytes).seconds)

@@ -4,7 +4,7 @@
 `fabric` puts figures and models together, `schema` reads them from `library/*.yaml`.
 """
 
-from rewriter.fabric.calls import KINDS, Call, Delay, DelayModel, Kind, Links
+from rewriter.fabric.calls import KINDS, SOCKETS, Call, Delay, DelayModel, Kind, Links
 from rewriter.fabric.fabric import Fabric
 from rewriter.fabric.links import Channel, Device, Link
 from rewriter.fabric.schema import fabrics, load_fabric
@@ -12,6 +12,7 @@ from rewriter.fabric.what_if import WhatIf
 
 __all__ = [
     "KINDS",
+    "SOCKETS",
     "Call",
     "Channel",
     "Delay",

@@ -21,6 +21,8 @@ Kind = Literal[
 ]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+SOCKETS = "sockets"
+"""As a library: the runtime's own sums and gathers of small tensors (`rewriter.runtime.collectives.small_sums`)."""
 _OF_A_RANK = re.compile(r"rank\d+(?=$|\.network$)")
 
 

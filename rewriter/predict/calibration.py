@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import local_rank
-from rewriter.fabric import Kind
+from rewriter.fabric import SOCKETS, Kind
 from rewriter.fabric.tables import Curve, CurvePoint
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
 from rewriter.predict.machine import device_section
@@ -39,9 +39,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ROUNDS = 3
-
-
-SOCKETS = "sockets"  # the runtime's own sums and gathers of small tensors (runtime.collectives.small_sums)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import Call
+from rewriter.fabric import SOCKETS, Call
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.predict.analytic import Predictor, bytes_per_rank
@@ -70,7 +70,7 @@ class ExactChoices:
     def libraries(self) -> tuple[str, ...]:
         """Those whose all-reduces the engine takes without options; none where the fabric is by formula."""
         known = self.predictor.fabric.libraries
-        return tuple(name for name in ("nccl", "gloo", "sockets", engine_named(self.engine).library) if name in known)
+        return tuple(name for name in ("nccl", "gloo", SOCKETS, engine_named(self.engine).library) if name in known)
 
     @property
     def available(self) -> list[OptionName]:

@@ -13,7 +13,7 @@ from nccl_logs import log
 from ranks import run_ranks
 
 from rewriter.cli import main
-from rewriter.fabric import Call, fabrics, load_fabric
+from rewriter.fabric import SOCKETS, Call, fabrics, load_fabric
 from rewriter.fabric.tables import CurvePoint
 from rewriter.predict import timing
 
@@ -201,17 +201,20 @@ def test_calibration_measures_every_collective(tmp_path: Path) -> None:
     out = tmp_path / "here.yaml"
     out.write_text(text)
     fabric = load_fabric(out)
-    assert (fabric.name, fabric.modelled, fabric.libraries) == ("here", False, ("gloo",))
+    assert (fabric.name, fabric.modelled, fabric.libraries) == ("here", False, ("gloo", SOCKETS))
     assert fabric.device.peak["float32"] > 1e6
     assert fabric.device.bandwidth > 1e6
-    table = fabric.chosen_tables()[0]
+    table, small = fabric.chosen_tables()
     assert {kind for kind, _ in table.curves} == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send",
     }  # fmt: skip
+    assert {kind for kind, _ in small.curves} == {"all_reduce", "all_gather", "broadcast"}
+    assert small.most_bytes == 2048
     point = table.curves["all_gather", 2].points[0]
-    delay = fabric.delay_model().delay(Call("all_gather", point.nbytes, (0, 1)))
+    delay = fabric.delay_model("gloo").delay(Call("all_gather", point.nbytes, (0, 1)))
     assert (delay.seconds, delay.note) == (pytest.approx(point.seconds), "")
     assert fabric.delay_model().delay(Call("all_reduce", 1 << 20, range(8))).seconds > 0
+    assert fabric.delay_model().delay(Call("all_reduce", 4096, (0, 1))).library == "gloo"  # sockets take 2 kB here
 
 
 @pytest.mark.slow
@@ -219,5 +222,5 @@ def test_calibrate_starts_ranks_and_writes_a_whole_file(tmp_path: Path, capfd: p
     out = tmp_path / "here.yaml"
     assert main(["fabrics", "calibrate", "--out", str(out), "--largest", "4096", "--repetitions", "5"]) == 0
     assert f"wrote {out}" in capfd.readouterr().out
-    assert load_fabric(out).libraries == ("gloo",)
+    assert load_fabric(out).libraries == ("gloo", SOCKETS)
     assert list(tmp_path.iterdir()) == [out]

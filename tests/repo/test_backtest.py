@@ -131,6 +131,41 @@ def test_a_summary_counts_what_counts(backtest: ModuleType, published: Any) -> N
     assert backtest.Summary.of(outcomes[2:]) is None
 
 
+def test_goals_that_are_missed_are_named(backtest: ModuleType, published: Any) -> None:
+    """Over all points, over those that are not NVLink, per kind of link, and of gains."""
+    over_pcie = [point for point in published.points if point.source.link == "pcie"][:5]
+    over_nvlink = [point for point in published.points if point.source.link == "nvlink"][:20]
+
+    def outcomes(points: Any, error: float, inside: int) -> list[Any]:
+        """All off by `error`, the first `inside` of them in their intervals."""
+        return [
+            backtest.Outcome(p, p.seconds * (1 + error), p.seconds * (0.5 if i < inside else 2), p.seconds * 3)
+            for i, p in enumerate(points)
+        ]
+
+    good = [*outcomes(over_nvlink, 0.05, 16), *outcomes(over_pcie, 0.05, 4)]
+    gains = [backtest.GainOutcome(gain, gain.value + 0.01, 0.0) for gain in published.gains[:3]]
+    assert backtest.missed(good, gains) == []
+    assert backtest.missed([*outcomes(over_nvlink, 0.09, 16), *outcomes(over_pcie, 0.05, 4)], gains) == [
+        "all points: median 9.0%, not 8%"
+    ]
+    assert backtest.missed([*outcomes(over_nvlink, 0.05, 16), *outcomes(over_pcie, 0.13, 4)], gains) == [
+        "points that are not NVLink: median 13.0%, not 12%"
+    ]
+    wide = backtest.missed([*outcomes(over_nvlink, 0.05, 16), *outcomes(over_pcie, 0.05, 5)], gains)
+    assert wide == ["link pcie: 100% of 5 in their intervals, not 70% to 90%"]
+    assert "link pcie: 60%" in backtest.missed([*good[:20], *outcomes(over_pcie, 0.05, 3)], gains)[0]
+    far = backtest.missed([*outcomes(over_nvlink, 0.05, 16), *outcomes(over_pcie, 0.3, 4)], gains)
+    assert far[0] == "all points: 80% within 20%, not 90%"
+    off = [
+        backtest.GainOutcome(gain, gain.value + by, 0.0)
+        for gain, by in zip(published.gains, (0.06, -0.06, 0.11), strict=False)
+    ]
+    assert backtest.missed(good, off) == [
+        "gains: median 6.0 points, not 5", f"gain {published.gains[2].id}: 11.0 points, not 10",
+    ]  # fmt: skip
+
+
 def test_the_pages_have_every_point(published: Any) -> None:
     pages = ("docs/results/backtest.md", "docs/figures/backtest-left-out.md")
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
