@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.common.yaml_documents import Document, Problem, read, read_file
@@ -161,27 +161,24 @@ class FabricFile(_Strict):
     overlap: dict[str, Time] = {}
     fused: FusedFile | None = None
     tables: tuple[TableFile, ...] = ()
-    measurements: MeasurementsFile | tuple[MeasurementsFile, ...] = ()
-
-    @property
-    def measured(self) -> tuple[MeasurementsFile, ...]:
-        given = self.measurements
-        return (given,) if isinstance(given, MeasurementsFile) else given
+    measurements: Annotated[
+        tuple[MeasurementsFile, ...], BeforeValidator(lambda x: [x] if isinstance(x, dict) else x)
+    ] = ()
 
     def faults(self) -> list[tuple[str, str]]:
         """(key, what is wrong) of values that do not go together."""
         faults = []
         if self.inside is None and (self.between is None or self.node.value > 1):
             faults.append(("node", "no link `inside`, which nodes of several ranks have."))
-        if any(not one.points and not one.curves for one in self.measured):
+        if any(not one.points and not one.curves for one in self.measurements):
             faults.append(("measurements", "neither `points` nor `curves`."))
-        if self.model == "measured" and not self.tables and not self.measured:
+        if self.model == "measured" and not self.tables and not self.measurements:
             faults.append(("model", "measured, but there are neither `tables` nor `measurements`."))
         if ":" in self.model:
             faults.append(("model", f"{self.model!r:.60}.{NO_CODE}"))
         terms = tuple(SOURCES)
         faults += [("overlap", f"unknown {n!r:.40}. {did_you_mean(n, terms)}") for n in self.overlap if n not in terms]
-        known = [*(one.library for one in self.measured), *(table.library for table in self.tables)]
+        known = [*(one.library for one in self.measurements), *(table.library for table in self.tables)]
         if self.fused and self.fused.library.value not in known:
             faults.append(
                 ("fused", f"{self.fused.library.value!r} is none of its tables: {', '.join(known) or 'none'}.")
@@ -195,7 +192,7 @@ class FabricFile(_Strict):
         first = inside or between
         assert first is not None  # `faults` refused it
         usual = OverlapCosts() if self.blocks else NONE
-        tables: list[Table | TableChoice] = [measured.table(self.name) for measured in self.measured]
+        tables: list[Table | TableChoice] = [measured.table(self.name) for measured in self.measurements]
         tables += [TableChoice(**table.values()) for table in self.tables]
         device = replace(self.device.device(), tile=16 if self.blocks else 1)
         return Fabric(
