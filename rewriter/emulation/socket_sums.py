@@ -36,7 +36,12 @@ class EmulatedSums:
         return delay.library == SOCKETS and delay.seconds < _BRIEF
 
     def start(self, x: Tensor) -> EmulatedSum:
-        return EmulatedSum(x, len(self.ranks), time.monotonic() + self._delay("all_reduce", x.nbytes).seconds)
+        """Sums at once, and takes the core for as long as sending and receiving do."""
+        delay, begin = self._delay("all_reduce", x.nbytes), time.monotonic()
+        sum_into(x, [x, *(torch.empty_like(x).copy_(x) for _ in range(len(self.ranks) - 1))])
+        while time.monotonic() - begin < delay.cpu_seconds:
+            pass
+        return EmulatedSum(begin + delay.seconds)
 
     def gather(self, x: Tensor) -> list[Tensor]:
         _until(time.monotonic() + self._delay("all_gather", x.nbytes * len(self.ranks)).seconds)
@@ -49,17 +54,13 @@ class EmulatedSums:
         return self.known[key]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class EmulatedSum:
     """A sum between its start and its wait, which is over at `end`, seconds of `time.monotonic`."""
 
-    x: Tensor
-    ranks: int
     end: float
 
     def wait(self) -> bool:
-        parts = [self.x, *(torch.empty_like(self.x).copy_(self.x) for _ in range(self.ranks - 1))]
-        sum_into(self.x, parts)
         _until(self.end)
         return True
 

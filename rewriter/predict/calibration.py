@@ -26,7 +26,8 @@ from rewriter.fabric import SOCKETS, Kind
 from rewriter.fabric.tables import Curve, CurvePoint
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
 from rewriter.predict.machine import device_section
-from rewriter.predict.timing import StartCollective, beside_computation, durations, mean, own_device
+from rewriter.predict.timing import StartCollective, beside_computation, durations, mean, own_device, own_seconds
+from rewriter.runtime.collectives.process_groups import of_all
 from rewriter.runtime.collectives.small_sums import connect_small_sums, small_gather, small_sum_start, small_sums_take
 
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -67,6 +68,7 @@ def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REP
     are measured, too: programs take those.
     """
     rounds, device = min(_ROUNDS, repetitions), own_device()
+    shared = device.type != "cuda" and _share_cores()
     by_size: dict[tuple[str, Kind, int], list[Measurement]] = {}
     for _ in range(rounds):
         group = dist.new_group()
@@ -78,7 +80,7 @@ def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REP
                     if connected and (small := _small(kind, nbytes, group)) is not None:
                         calls[SOCKETS] = small
                     for library, run in calls.items():
-                        one = _measured(kind, nbytes, library, run, -(-repetitions // rounds))
+                        one = _measured(kind, nbytes, library, run, -(-repetitions // rounds), shared)
                         if one is not None:
                             by_size.setdefault((library, kind, nbytes), []).append(one)
         finally:
@@ -89,8 +91,10 @@ def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REP
     ]
 
 
-def _measured(kind: Kind, nbytes: int, library: str, run: StartCollective, repetitions: int) -> Measurement | None:
-    """None where the backend has no such collective."""
+def _measured(
+    kind: Kind, nbytes: int, library: str, run: StartCollective, repetitions: int, shared: bool
+) -> Measurement | None:
+    """None where the backend has no such collective. `shared`: ranks share cores."""
     device = own_device()
     try:
         run().wait()
@@ -99,11 +103,14 @@ def _measured(kind: Kind, nbytes: int, library: str, run: StartCollective, repet
             raise
         return None
     rooted = kind == "broadcast"  # not every rank waits for another one
-    timed = durations(run, repetitions, device, rooted)
+    timed = durations(run, repetitions, device, rooted, shared)
     typical = mean(timed.seconds)
     cpu = busy = 0.0
-    if device.type != "cuda" and library != SOCKETS:  # what is under way in a socket needs no thread
-        cpu, busy = beside_computation(run, typical, repetitions, rooted)
+    if library == SOCKETS:  # what is under way there needs no thread
+        typical += timed.call  # emulated ranks do not make this call
+        cpu = own_seconds(run, typical, repetitions) if kind == "all_reduce" else timed.call
+    elif device.type != "cuda":
+        cpu, busy = beside_computation(run, typical, repetitions, rooted, shared)
         if kind == "send":  # it takes a rank's core for one message that leaves and one that arrives
             cpu /= 2
     point = CurvePoint(nbytes, typical, min(cpu, typical), busy if busy > typical else 0.0)
@@ -230,6 +237,15 @@ def _keep_to_own_cores() -> None:
 
 def _local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def _share_cores() -> bool:
+    """Whether a host has more ranks than cores for them."""
+    world = dist.group.WORLD
+    assert world is not None  # `measure` asks for it
+    every = of_all(world, (socket.gethostname(), sorted(os.sched_getaffinity(0))))
+    hosts = [host for host, _ in every]
+    return any(hosts.count(one) > len({core for host, own in every if host == one for core in own}) for one in hosts)
 
 
 def _source() -> str:

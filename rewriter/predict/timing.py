@@ -30,19 +30,24 @@ StartCollective = Callable[[], Any]  # starts a collective once and returns its 
 @dataclass(frozen=True)
 class MeasuredDurations:
     """Seconds of each repetition, the same on every rank. `taken`: the share of the ranks' computations between
-    repetitions in which they did not have their core: something else runs there."""
+    repetitions in which they did not have their core: something else runs there. `call`: CPU seconds of the call that
+    starts it, which come before."""
 
     seconds: tuple[float, ...]
     taken: float
+    call: float
 
 
-def durations(run: StartCollective, repetitions: int, device: torch.device, rooted: bool = False) -> MeasuredDurations:
+def durations(
+    run: StartCollective, repetitions: int, device: torch.device, rooted: bool = False, shared: bool = False
+) -> MeasuredDurations:
     """Repetitions of a collective whose ranks wait for it, each from the moment at which a rank's call has reached the
     library to that rank's completion, on average over ranks. So a rank's wait for others, whose computations took
     longer, is part of it, as in nccl-tests' averages: a program has it as well.
 
     `rooted`: not every rank waits for another one, as in a broadcast; all meet before each repetition, and the longest
-    wait counts.
+    wait counts. `shared`: ranks of one host share cores. Then computations end far apart, as those of a program do, and
+    a duration is from the last rank's arrival.
     """
     warm = max(2, min(10, repetitions // 10))
     starts: list[float] = []
@@ -72,36 +77,55 @@ def durations(run: StartCollective, repetitions: int, device: torch.device, root
     pause = _pause(typical)
     begun = len(starts)
     pauses = repeat(_affordable(pause + typical, repetitions), pause)
-    waited = _waits(starts[begun:], ends[begun:], rooted)
+    waited = _waits(starts[begun:], ends[begun:], rooted, shared)
     call = agreed(statistics.median(calls[begun:]))
-    return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in waited), agreed(pauses.taken))
+    return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in waited), agreed(pauses.taken), call)
 
 
-def beside_computation(run: StartCollective, typical: float, repetitions: int, rooted: bool) -> tuple[float, float]:
+def beside_computation(
+    run: StartCollective, typical: float, repetitions: int, rooted: bool, shared: bool = False
+) -> tuple[float, float]:
     """(CPU seconds, seconds) of a collective whose ranks compute until it is over; `typical` seconds are its duration
     where they wait, with the same `rooted`.
 
     Ranks compute for `typical` seconds and then wait for the rest r: the collective has gone on at the rate that is
     asked for, then at the one that is known, so 1 / seconds = (1 - r / typical) / typical. CPU seconds are those in
     which a rank's thread that computes does not have its core: it belongs to the library's threads, or to the kernel
-    that serves the network. Means over repetitions and ranks.
+    that serves the network. Means over repetitions and ranks. Where ranks share cores (`shared`), other ranks have
+    them, too: CPU seconds are those of this process's other threads, and it takes as long as where ranks wait.
     """
+    clock = time.process_time if shared else time.monotonic
     pauses = _Pauses(_pause(typical))
     starts, ends, lost = [], [], []
     for _ in range(_affordable(_pause(typical) + 1.5 * typical, repetitions)):
         pauses.compute()
-        begin, busy = time.monotonic(), time.thread_time()
+        begin, whole, busy = time.monotonic(), clock(), time.thread_time()
         work = run()
         while time.monotonic() - begin < typical:
             _work(1)
-        lost.append(max(0.0, time.monotonic() - begin - (time.thread_time() - busy)))
+        lost.append(max(0.0, clock() - whole - (time.thread_time() - busy)))
         work.wait()
         starts.append(begin)
         ends.append(time.monotonic())
-    rest = max(0.0, mean(_waits(starts, ends, rooted)) - typical)
+    rest = 0.0 if shared else max(0.0, mean(_waits(starts, ends, rooted, False)) - typical)
     slower = 1 / max(0.1, 1 - rest / typical)
     taken = float(_gathered(torch.tensor([mean(lost)], dtype=torch.float64)).mean())
     return taken * slower, typical * slower
+
+
+def own_seconds(run: StartCollective, typical: float, repetitions: int) -> float:
+    """Seconds that a rank spends on a collective that the kernel does meanwhile: to start it, and to take its result,
+    three durations later."""
+    taken = []
+    for _ in range(_affordable(3 * typical, repetitions)):
+        begin = time.monotonic()
+        work = run()
+        started = time.monotonic()
+        while (now := time.monotonic()) - begin < 3 * typical:
+            _work(1)
+        work.wait()
+        taken.append(started - begin + time.monotonic() - now)
+    return agreed(statistics.median(taken))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -120,10 +144,11 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _waits(starts: Sequence[float], ends: Sequence[float], longest: bool) -> list[float]:
+def _waits(starts: Sequence[float], ends: Sequence[float], longest: bool, shared: bool) -> list[float]:
     """For each repetition the mean of the ranks' own seconds, or the longest of them. Clocks of several hosts are not
-    compared."""
-    every = _gathered(torch.tensor(ends, dtype=torch.float64) - torch.tensor(starts, dtype=torch.float64))
+    compared: only where ranks of one share cores are seconds those since the last start."""
+    first = torch.tensor(starts, dtype=torch.float64)
+    every = _gathered(torch.tensor(ends, dtype=torch.float64) - (_gathered(first).amax(0) if shared else first))
     seconds: list[float] = (every.amax(0) if longest else every.mean(0)).tolist()
     return seconds
 
