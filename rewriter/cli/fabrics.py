@@ -114,5 +114,5 @@ def calibrate(
     write_text(out, text, "--out")
     typer.echo(f"wrote {out}. `rewrite fabrics show {out}` shows it.")
     if taken > BUSY:
-        busy = f"something else had the ranks' cores for {100 * taken:.0f} % of the time: this machine is busy"
-        typer.echo(f"warning: {busy}. Calibrate again when nothing else runs.", err=True)
+        busy = f"something else had each rank's core for {100 * taken:.0f} % of the time: this machine is busy, or has"
+        typer.echo(f"warning: {busy} fewer cores than ranks. Calibrate again when nothing else runs.", err=True)
