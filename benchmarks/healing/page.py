@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.prefill import page as prefill
 from benchmarks.support.line_chart import line_chart
 from benchmarks.support.record import Record, Run
+from rewriter.recipes import Recipe
 
 HERE = Path(__file__).resolve().parent
 RECORD, TEMPLATE = HERE / "record.json", HERE / "page.md"
@@ -39,23 +41,29 @@ def read() -> dict[str, list[Run]]:
 
 def write() -> None:
     """The page and its drawing, and what predictions say of recipes that heal."""
-    HEALED.write_text(healed(read()), encoding="utf-8")
+    HEALED.write_text(healed(read(), prefill.RECORD.read()["healing"]), encoding="utf-8")
     text, drawn = page(read())
     PAGE.write_text(text, encoding="utf-8")
     CHART.write_text(drawn, encoding="utf-8")
 
 
-def healed(record: dict[str, list[Run]]) -> str:
-    """rewriter/recipes/healed.yaml: how far above the original's loss runs with the defaults ended."""
+def healed(record: dict[str, list[Run]], prompts: Sequence[Run]) -> str:
+    """rewriter/recipes/healed.yaml: how far above the original's loss runs with the defaults ended; `prompts`: of
+    recipes that rewire prompts alone, on the text of theirs that is further above."""
+    ended = [(run, above(run, "after")) for run in record["runs"] if run["way"] == "defaults"]
+    for run in prompts:
+        losses = [(text["after"]["loss"], text["original"]["loss"]) for text in run["texts"].values()]
+        bound = any(one.scope == "per_rank" for one in Recipe.load(run["recipe"]).build())
+        ended.append(({**run, "tp": run["tp"] if bound else None}, max(after / first - 1 for after, first in losses)))
     rows = []
-    for run in (run for run in record["runs"] if run["way"] == "defaults"):
+    for run, share in ended:
         model, parameters = NAMES[run["model"]]
         ranks = "null" if run["tp"] is None else run["tp"]
         rows.append(
             f"- {{recipe: {run['recipe']}, model: {model}, parameters: {parameters}, ranks: {ranks}, "
-            f"tokens: {run['tokens']}, above: {above(run, 'after'):.4f}}}"
+            f"tokens: {run['tokens']}, above: {share:.4f}}}"
         )
-    return "# Written by benchmarks/healing/page.py, of record.json.\n" + "\n".join(rows) + "\n"
+    return "# Written by benchmarks/healing/page.py, of the records of runs.\n" + "\n".join(rows) + "\n"
 
 
 def page(record: dict[str, list[Run]]) -> tuple[str, str]:

@@ -354,8 +354,13 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
 def summary(outcomes: Sequence[Outcome]) -> str:
     """rewriter/predict/backtest.yaml: what a verdict says of predictions over a kind of link."""
     found = {kind: Summary.of(one for one in outcomes if one.point.source.link == kind) for kind in get_args(LinkKind)}
+    links = {
+        kind: [one.point.fabric.narrowest for one in outcomes if one.counted and one.point.source.link == kind]
+        for kind in found
+    }
     rows = [
-        f"{kind}: {{points: {s.points}, median: {s.median:.3f}, within: {s.share:.2f}, covered: {s.coverage or 0:.2f}}}"
+        f"{kind}: {{points: {s.points}, median: {s.median:.3f}, within: {s.share:.2f}, covered: {s.coverage or 0:.2f}, "
+        f"from: {min(links[kind]):.2e}, to: {max(links[kind]):.2e}}}"
         for kind, s in found.items()
         if s is not None
     ]

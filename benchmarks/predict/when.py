@@ -22,10 +22,9 @@ from benchmarks.predict.backtest_points import fabric_of, traced
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import duration
 from rewriter.ir import Program
-from rewriter.predict.analytic import Predictor, bytes_per_rank
+from rewriter.predict.analytic import Predictor
 from rewriter.predict.candidates import Candidates
-from rewriter.predict.exact import ExactChoices, first_token_of
-from rewriter.predict.results import ExactChoice
+from rewriter.predict.exact import ExactChoices, comparable, first_token_of
 from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Workload
 from rewriter.predict.workload import Cluster as RankCluster
 from rewriter.recipes.apply import load_recipe
@@ -46,7 +45,7 @@ DECODING = (
     "upper-bound",
 )  # fmt: skip
 PROMPTS = (
-    "ladder-upper-half", "desync-2x-sum", "ladder", "prefill-int8", "prefill-ladder-upper-half",
+    "ladder-upper-half", "ladder-own-partial", "desync-2x-sum", "ladder", "prefill-int8", "prefill-ladder-upper-half",
     "prefill-desync-2x-sum", "prefill-desync-2x-sum-int8",
 )  # fmt: skip
 FROM_SCRATCH = ("ladder", "parallel", "desync-4x")  # meant for models that are trained with them
@@ -106,7 +105,7 @@ class Cell:
             return "does not fit"
         best = max((r for r in among if r in self.recipes), key=lambda r: self.gain(r) or 0.0, default=None)
         gain = None if best is None else self.gain(best)
-        return f"`{best}` {gain:+.0%}" if gain is not None and gain >= LEAST else "keep the model"
+        return f"`{best}` {round(100 * gain):+d} %" if gain is not None and gain >= LEAST else "keep the model"
 
 
 class Chooser:
@@ -130,13 +129,13 @@ class Chooser:
         """A decode step of `batch` sequences."""
         exact = self._exact(cluster, batch)
         found = {r: self._best(cluster, batch, r, exact) for r in recipes}
-        usable = [(one.name, one.decode_seconds) for one in exact.all() if _usable(one)]
+        usable = [(one.name, one.decode_seconds) for one in comparable(exact.all()) if one.fits]
         return _cell(usable, found)
 
     def prefills(self, cluster: Cluster, recipes: Sequence[str] = PROMPTS) -> dict[int, Cell]:
         """The prefill of one sequence, by tokens of its prompt."""
         exact = self._exact(cluster, 1)
-        choices = [one for one in exact.all() if _usable(one)]
+        choices = [one for one in comparable(exact.all()) if one.fits]
         cells = {}
         for prompt in FIRST_TOKEN_PROMPTS:
             first = [(one.name, f.seconds) for one in choices if (f := first_token_of(one, prompt)) and f.fits]
@@ -159,7 +158,7 @@ class Chooser:
             load = replace(exact.predictor.workload, tp=degree, batch=-(-batch // groups), nodes=None)
             over = replace(exact.predictor.cluster, library=exact.usable(exact.available))
             predictor = Predictor(load, over, exact.predictor.runner)
-            if bytes_per_rank(program, load.batch, prompt or PROMPT, GENERATE) > predictor.fabric.device.memory:
+            if not predictor.fits(program, load.batch, prompt):
                 continue
             words = f"TP {degree}" + (f", {min(groups, batch)} replicas" if min(groups, batch) > 1 else "")
             try:
@@ -171,10 +170,6 @@ class Chooser:
                 continue
             found.append(Choice(words, seconds))
         return min(found, key=lambda one: one.seconds, default=None)
-
-
-def _usable(one: ExactChoice) -> bool:
-    return one.available and one.fits and not one.rounds
 
 
 def _cell(exact: Sequence[tuple[str, float]], recipes: Mapping[str, Choice | None]) -> Cell:
@@ -212,7 +207,10 @@ def _gains(cell: Cell, recipes: Sequence[str]) -> list[str]:
     if cell.exact is None:
         return ["does not fit", *["—"] * len(recipes)]
     gains = [cell.gain(recipe) for recipe in recipes]
-    return [f"{cell.exact.words}: {duration(cell.exact.seconds)}", *("—" if g is None else f"{g:+.0%}" for g in gains)]
+    return [
+        f"{cell.exact.words}: {duration(cell.exact.seconds)}",
+        *("—" if g is None else f"{round(100 * g):+d} %" for g in gains),
+    ]
 
 
 def page(found: Sequence[Found]) -> str:
@@ -233,18 +231,18 @@ def page(found: Sequence[Found]) -> str:
         "predicted](../concepts/prediction.md). [Backtest](backtest.md) says how far those are from measurements.",
         f"- Gains are *decode speedups* (at {PROMPT:,} + {GENERATE} tokens) and *prefill speedups* (of one sequence) "
         "over the best that vLLM can do with the model as it is: tensor parallelism over all GPUs or a part of "
-        "them, replicas, stages, and every option that it has on such a fabric, one-shot PCIe sums among them. Each "
-        "table names that choice. Recipes have the same sums, and choose their ranks and replicas likewise, without "
-        "stages.\n"
+        "them, replicas, stages, and every option that it has on such a fabric, one-shot PCIe sums among them. The "
+        "tables of decode steps and first tokens name that choice. Recipes have the same sums, and choose their ranks "
+        "and replicas likewise, without stages.\n"
         f"- Where no recipe gains {LEAST:.0%}, the answer is to keep the model.\n"
         "- *Modelled*: formulas give the times of the network. Nobody measured it.\n"
         "- All in bf16, but for what is named otherwise.",
         "## What to run",
         "The recipe that gains most, of those that are meant for a trained model. **Nobody measured that one heals at "
         "these sizes or numbers of ranks**: the project's own runs ended within "
-        f"{HEALED:.0%} of the original's loss with {', '.join(f'`{r}`' for r in healed)} on a model of {largest:.0f}M, "
-        f"bound to {ranks} ranks at most ([Healing](adaptation.md)). [Drift](drift.md) says what each costs in loss "
-        "before.",
+        f"{HEALED:.0%} of the original's loss with {', '.join(f'`{r}`' for r in healed)} on models of at most "
+        f"{largest:.0f}M, bound to {ranks} ranks at most ([Healing](adaptation.md)). [Drift](drift.md) says what each "
+        "costs in loss before.",
         table(["model", "GPUs", *asked], answers),
         "## Decode steps",
         "`ladder`, `parallel` and `desync-4x` are meant for models that are trained with them from scratch. "

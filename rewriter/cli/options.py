@@ -59,7 +59,7 @@ WhatIf = Annotated[
     ),
 ]
 Library = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Whose collectives: nccl, vllm, … Without it: the fabric's first.")
+    str | None, typer.Option(metavar="NAME", help="Whose collectives: nccl, vllm, … Without it: those of the engine.")
 ]
 Graphed = Annotated[
     bool, typer.Option("--graphed/--eager", help="Launch a pass as one CUDA graph, or kernel by kernel.")

@@ -75,7 +75,9 @@ def predict(
 
         require_place(html, "--html")
     from rewriter import api
+    from rewriter.predict.engines import engine_named
 
+    engine_named(engine)  # also where it is not used
     workload = Workload(
         batch, prompt, generate, graphed, tp, sp, nodes, compiled, attention, all_logits, served, weights, cache
     )  # fmt: skip
@@ -127,7 +129,7 @@ def _write_page(
 
 
 def _print_json(comparison: RecipeComparison, validation: Validation | None) -> None:
-    from rewriter.predict.results import to_json
+    from rewriter.predict.as_json import to_json
 
     objects = to_json(comparison)
     if validation is not None:

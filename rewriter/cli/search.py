@@ -94,11 +94,13 @@ def _name(model: str) -> str:
 def _print(result: SearchResult, model: str, recipe: Path, html: Path | None) -> None:
     from rich.console import Console
 
-    from rewriter.show.search import SearchReport
+    from rewriter.show.search import SearchReport, keep_the_model
 
     Console(highlight=False).print(SearchReport(result))
     if html is not None:
         typer.echo(f"\nwrote {html}")
     mesh = {"tp": result.measured.tp, "sp": result.measured.sp}
     ranks = "".join(f" --{axis} {count}" for axis, count in mesh.items() if count > 1)
-    typer.echo(f"\nwrote {recipe}\n  rewrite {shlex.join([model])} --recipe {shlex.join([str(recipe)])}{ranks}")
+    typer.echo(f"\nwrote {recipe}")
+    if not keep_the_model(result):
+        typer.echo(f"  rewrite {shlex.join([model])} --recipe {shlex.join([str(recipe)])}{ranks}")

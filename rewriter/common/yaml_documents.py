@@ -69,7 +69,8 @@ def read_file(path: Path, what: str = "recipe", limit: int = MAX_BYTES) -> str:
     """
     try:
         if not path.is_file():
-            raise RewriterError(f"{what} {path}: no such file. `rewrite {what}s` lists those that ship.")
+            lacks = "is no regular file" if path.exists() else "no such file"
+            raise RewriterError(f"{what} {path}: {lacks}. `rewrite {what}s` lists those that ship.")
         with path.open("rb") as file:
             data = file.read(limit + 1)
         if len(data) > limit:

@@ -60,6 +60,7 @@ class Protocol:
 
 
 PLAIN = Protocol("plain")
+BY_FORMULA = "by formula (α-β)"  # in notes of delays
 
 
 def nccl(wire: Wire) -> tuple[Protocol, ...]:
@@ -115,7 +116,7 @@ class AlphaBeta:
         latency, transfer = min(
             (self.time(name, protocol, call, placement) for name in algorithms for protocol in self.protocols), key=sum
         )
-        return Delay(latency + transfer, transfer, links, note="by formula (α-β), not measured")
+        return Delay(latency + transfer, transfer, links, note=f"{BY_FORMULA}, not measured")
 
     def placed(self, call: Call) -> tuple[GroupPlacement, tuple[str, ...]]:
         """The nodes of the ranks of `call`, and the names of the links that it holds.

@@ -86,6 +86,11 @@ class Fabric:
         return Channel(ranks, together, self.inside, self.between or self.inside)
 
     @property
+    def narrowest(self) -> float:
+        """Bytes per second of the link that limits a group of all its ranks: between nodes, where there are several."""
+        return min(link.bandwidth for link in (self.inside, self.between) if link is not None)
+
+    @property
     def libraries(self) -> tuple[str, ...]:
         """The libraries whose collectives were measured on it."""
         return tuple(dict.fromkeys(table.library for table in self.tables))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
-from rewriter.fabric.alpha_beta import AlphaBeta, split
+from rewriter.fabric.alpha_beta import BY_FORMULA, AlphaBeta, split
 from rewriter.fabric.calls import KINDS, NO_DELAY, Call, Delay, DelayModel, Kind
 from rewriter.fabric.links import GroupPlacement
 from rewriter.fabric.tables import Curve, Table
@@ -90,7 +90,7 @@ class MeasuredDelays:
             links,
             cpu_seconds=inside.cpu_seconds,
             hindrance=inside.hindrance,
-            note=f"{call.kind} across {placement.nodes} nodes: the network by formula (α-β), not measured",
+            note=f"{call.kind} across {placement.nodes} nodes: the network {BY_FORMULA}, not measured",
         )
 
     def _covers(self, call: Call) -> bool:

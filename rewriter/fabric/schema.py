@@ -260,7 +260,8 @@ def _explain(document: Document, detail: Any) -> Problem:
         return Problem(line, f"unknown key {path}. " + (did_you_mean(str(location[0]), known) if known else ""))
     if detail["type"] == "model_type":
         return Problem(line, f"{path} must be a mapping such as {{value: …, source: …}}, not {detail['input']!r:.60}.")
-    return Problem(line, f"{path}: {detail['msg']}, not {detail['input']!r:.60}.")
+    said = "must be a list" if detail["type"] == "tuple_type" else detail["msg"]
+    return Problem(line, f"{path}: {said}, not {detail['input']!r:.60}.")
 
 
 def _sources(data: Any, path: str = "") -> list[tuple[str, str]]:

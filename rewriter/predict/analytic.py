@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import quantization_settings
 from rewriter.fabric import Call, Delay, Fabric, WhatIf, load_fabric
+from rewriter.fabric.alpha_beta import BY_FORMULA
 from rewriter.ir import Program, args_of
 from rewriter.ir.communication import model_dtype, model_dtype_bytes
 from rewriter.ir.marks import marks
@@ -22,6 +23,7 @@ from rewriter.predict.break_even import BreakEven
 from rewriter.predict.forward import Runner
 from rewriter.predict.kernel_time import rates_of
 from rewriter.predict.results import (
+    AllReduces,
     FirstToken,
     Phase,
     PredictedPoint,
@@ -33,7 +35,7 @@ from rewriter.predict.results import (
 )
 from rewriter.predict.steps import Begin, Place, Step, TimelineRun, sequence_parallel, steps
 from rewriter.predict.timeline import SET_ASIDE, KernelDurations, Timeline
-from rewriter.predict.uncertainty import interval
+from rewriter.predict.uncertainty import borrowed_from, interval
 from rewriter.predict.weight_formats import StoredWeights, parameters_of_format, stored_weights
 from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Cluster, ForwardPass, WeightFormat, Workload
 
@@ -128,7 +130,10 @@ class Predictor:
             pareto={},
             what_if=self.cluster.what_if,
             over=predictions[0].recipe,
+            over_decode=predictions[0].recipe,
+            over_prefill=predictions[0].recipe,
             link=self.fabric.link,
+            bandwidth=self.fabric.narrowest,
             parameters=sum(math.prod(p.full_shape or p.shape) for p in candidates[0].program.parameters.values()),
             skipped=(*skipped, *lacking),
         )
@@ -150,8 +155,8 @@ class Predictor:
         """The prefill of another prompt, everything else being the workload's. `cut`: as in `simulate`."""
         load, cut = self.workload, cut or prompt_phase(program)
         calls, _ = self._calls(program, self._prefill(program, load.batch, prompt, cut))
-        fits = self._held(program, load.batch, prompt) <= self.fabric.device.memory
-        return FirstToken(prompt, self._phase(program, calls, record=False).seconds, fits)
+        seconds = self._phase(program, calls, record=False).seconds
+        return FirstToken(prompt, seconds, self.fits(program, load.batch, prompt))
 
     def _prefill(
         self, program: Program, batch: int, prompt: int, cut: PromptPhase | None
@@ -264,14 +269,13 @@ class Predictor:
         load, ranks = self.workload, math.prod(program.mesh.values())
         done = self.simulate(program, batch, record=False)
         seconds = generation_seconds(done.prefill, done.decode, load.generate)
-        held = self._held(program, batch)
         return PredictedPoint(
             tp=program.mesh.get("tp", 1),
             sp=program.mesh.get("sp", 1),
             batch=batch,
             seconds_per_token=done.decode.seconds,
             tokens_per_second_per_gpu=batch * load.generate / seconds / ranks,
-            fits=held <= self.fabric.device.memory,
+            fits=self.fits(program, batch),
         )
 
     # --- one recipe ---
@@ -280,7 +284,6 @@ class Predictor:
         self, candidate: Candidate, done: _Simulated, first: tuple[_Simulated, list[BreakEven]] | None
     ) -> Prediction:
         load, program = self.workload, candidate.program
-        held = self._held(program, load.batch)
         even: list[tuple[float | None, str | None]] = [(None, "the first recipe")] * 2
         if first is not None:
             even = [known.of(made) for known, made in zip(first[1], done.steps, strict=True)]
@@ -294,7 +297,8 @@ class Predictor:
             recipe=candidate.recipe,
             fabric=self.fabric.name,
             modelled=self.fabric.modelled,
-            extrapolated=bool(self._estimated(done)),
+            all_reduces=self._source_of_sums(done),
+            kernels_of=borrowed_from(self._durations(program).rates),
             tp=program.mesh.get("tp", 1),
             sp=program.mesh.get("sp", 1),
             nodes=self._nodes(program),
@@ -312,8 +316,8 @@ class Predictor:
             break_even_prefill_note=even[0][1],
             break_even_seconds=even[1][0],
             break_even_note=even[1][1],
-            memory_bytes_per_rank=held,
-            fits=held <= self.fabric.device.memory,
+            memory_bytes_per_rank=self.held(program, load.batch),
+            fits=self.fits(program, load.batch),
             notes=(*candidate.notes, *done.notes, *self._said(program, done)),
             kind=candidate.kind,
             seconds_per_token_interval=interval(done.decode.seconds, [decode for _, decode in done.changed]),
@@ -338,22 +342,27 @@ class Predictor:
 
     def _estimated(self, done: _Simulated) -> tuple[str, ...]:
         """How the durations of collectives were found that nobody measured among such ranks."""
-        listed = [step for calls in done.steps for made in calls for step in made if isinstance(step, Begin)]
-        calls = [part for begin in listed for part in begin.parts if isinstance(part, Call)]
-        return tuple(dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note)))
+        return tuple(dict.fromkeys(note for call in _communicated(done) if (note := self.known[call].note)))
 
-    def _held(self, program: Program, batch: int, prompt: int | None = None) -> int:
+    def _source_of_sums(self, done: _Simulated) -> AllReduces:
+        sums = [self.known[call].note for call in _communicated(done) if call.kind == "all_reduce"]
+        if not sums:
+            return "none"
+        if self.fabric.modelled or any(BY_FORMULA in note for note in sums):
+            return "by formula"
+        return "extrapolated" if any(sums) else "measured"
+
+    def held(self, program: Program, batch: int, prompt: int | None = None, stages: int = 1) -> int:
+        """See `bytes_per_rank`; of a whole generation of `batch` sequences, whose prompts have the workload's size or
+        `prompt` tokens."""
         load = self.workload
         return bytes_per_rank(
-            program,
-            batch,
-            prompt or load.prompt,
-            load.generate,
-            plain=load.attention == "plain",
-            all_logits=load.all_logits,
-            weights=load.weights,
-            cache=load.cache,
-        )
+            program, batch, prompt or load.prompt, load.generate, plain=load.attention == "plain",
+            all_logits=load.all_logits, weights=load.weights, cache=load.cache, stages=stages,
+        )  # fmt: skip
+
+    def fits(self, program: Program, batch: int, prompt: int | None = None, stages: int = 1) -> bool:
+        return self.held(program, batch, prompt, stages) <= self.fabric.device.memory
 
     # --- the fabric ---
 
@@ -397,6 +406,12 @@ class Predictor:
         return Place(numbers, program.mesh, self.workload.graphed)
 
 
+def _communicated(done: _Simulated) -> list[Call]:
+    """The collectives of both passes, each once."""
+    listed = [step for calls in done.steps for made in calls for step in made if isinstance(step, Begin)]
+    return list(dict.fromkeys(part for begin in listed for part in begin.parts if isinstance(part, Call)))
+
+
 def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
     """The points with `front` set: of those that fit, no other is at least as good in both and better in one."""
 
@@ -410,7 +425,7 @@ def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
 
 def bytes_per_rank(
     program: Program, batch: int, prompt: int, generate: int, *, plain: bool = False, all_logits: bool = False,
-    weights: WeightFormat | None = None, cache: str | None = None,
+    weights: WeightFormat | None = None, cache: str | None = None, stages: int = 1,
 ) -> int:  # fmt: skip
     """Bytes of weights, of keys and values of all tokens, of states, and of the largest temporaries of the prefill.
 
@@ -418,7 +433,8 @@ def bytes_per_rank(
     residual stream, of all tokens of a rank, the scores of one attention that no fused kernel computes, and the logits
     of the last token of each sequence, or with `all_logits` of each token. `plain`: no kernel is fused. Windows keep no
     more tokens than their size; ranks that share tokens keep their own. `weights`, `cache`: as in
-    `Workload`.
+    `Workload`. `stages`: the layers are on so many times the ranks, in equal parts, and as many parts of the batch
+    follow each other.
     """
     held = memory(program)
     shared = program.mesh.get("sp", 1)
@@ -431,7 +447,8 @@ def bytes_per_rank(
     named = () if stored is None else parameters_of_format(program, stored)
     elements = sum(math.prod(program.parameters[name].shape) for name in named)
     spared = 0 if stored is None else round(elements * (model_dtype_bytes(program) - stored.bits / 8))
-    return held.parameters_per_rank - spared + batch * (kept + held.states_per_row + temporary)
+    stored_bytes = held.parameters_per_rank - spared + batch * (kept + held.states_per_row)
+    return -(-stored_bytes // stages) + -(-batch // stages) * temporary
 
 
 def _bytes_per_pair(program: Program, plain: bool) -> int:

@@ -18,7 +18,7 @@ from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype
 from rewriter.predict.analytic import Predictor, with_front
 from rewriter.predict.candidates import Candidates, distinct
-from rewriter.predict.exact import ExactChoices, best_exact
+from rewriter.predict.exact import ExactChoices, best_exact, comparable
 from rewriter.predict.results import PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import Validation
 from rewriter.predict.weight_formats import stored_weights
@@ -56,7 +56,7 @@ def compare(
     name, program = _traced(model, context.trust_remote_code)
     candidates = Candidates(program, workload.sp)
     choices = ExactChoices(predictor, candidates, engine, draft) if exact else None
-    if choices is not None and cluster.library is None:  # recipes run with what the engine has
+    if choices is not None:  # recipes run with the sums that the engine has
         predictor = Predictor(workload, replace(cluster, library=choices.usable(choices.available)), predictor.runner)
     asked_for, skipped = candidates.of(loaded, workload.tp)
     said = about_model(program, workload.prompt + workload.generate, workload.weights)
@@ -73,24 +73,28 @@ def compare(
 def _over_exact(done: RecipeComparison, exact: ExactChoices) -> RecipeComparison:
     """The comparison with what the model does as it is, and its speedups over the best of that."""
     choices, predictor = exact.all(), exact.predictor
-    best = best_exact(choices)
+    best, known = best_exact(choices), comparable(choices)
+    step, prefill = (min(known, key=lambda one: getattr(one, f"{kind}_seconds")) for kind in ("decode", "prefill"))
 
     def over(p: Prediction) -> Prediction:
         end_to_end, interval = p.tokens_per_second / best.tokens_per_second, p.end_to_end_interval
+        alike = best.tp == predictor.workload.tp and interval is not None and interval[0] < interval[1]
         ratio = end_to_end / p.end_to_end
         return replace(
-            p, decode_speedup=best.decode_seconds / p.decode.seconds,
-            prefill_speedup=best.prefill_seconds / p.prefill.seconds, end_to_end=end_to_end,
-            end_to_end_interval=None if interval is None else (interval[0] * ratio, interval[1] * ratio),
+            p, decode_speedup=step.decode_seconds / p.decode.seconds,
+            prefill_speedup=prefill.prefill_seconds / p.prefill.seconds, end_to_end=end_to_end,
+            # its terms are off as those of the first recipe, which communicates like a choice on as many ranks
+            end_to_end_interval=(interval[0] * ratio, interval[1] * ratio) if alike and interval else None,
         )  # fmt: skip
 
     bound = None
     with suppress(RewriterError):  # on one rank nothing is communicated
         program = exact.candidates.one(load_recipe(BOUND), predictor.workload.tp)
         (bound,) = predictor.compare("", [program]).predictions
+        bound = replace(over(bound), break_even_note=None, break_even_prefill_note=None)
     return replace(
-        done, exact=tuple(choices), engine=exact.engine, over=best.name, bound=None if bound is None else over(bound),
-        predictions=tuple(map(over, done.predictions)),
+        done, exact=tuple(choices), engine=exact.engine, over=best.name, over_decode=step.name, bound=bound,
+        over_prefill=prefill.name, predictions=tuple(map(over, done.predictions)),
     )  # fmt: skip
 
 

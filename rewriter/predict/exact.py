@@ -24,7 +24,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.fabric import SOCKETS, Call
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype_bytes
-from rewriter.predict.analytic import Predictor, bytes_per_rank
+from rewriter.predict.analytic import Predictor
 from rewriter.predict.candidates import Candidates
 from rewriter.predict.engines import OptionName, engine_named, options
 from rewriter.predict.results import ExactChoice, FirstToken
@@ -57,7 +57,7 @@ class ExactChoices:
         over_all = [] if plain is None else [plain, *(self._with(name) for name in self._applicable())]
         if plain is not None and len(available) > 1:
             over_all.append(self._choice(f"TP {ranks}, all of these", ranks, names=available))
-        drafted = [] if self.draft is None or plain is None else [self._drafted(plain)]
+        drafted = [] if self.draft is None or plain is None else [self._drafted(plain, available)]
         found = [*over_all, *self._replicas(available), *self._stages(available), *drafted]
         choices = [one for one in found if one is not None]
         if not choices:
@@ -69,6 +69,8 @@ class ExactChoices:
     @property
     def libraries(self) -> tuple[str, ...]:
         """Those whose all-reduces the engine takes without options; none where the fabric is by formula."""
+        if self.predictor.cluster.library is not None:  # the user's choice
+            return ()
         known = self.predictor.fabric.libraries
         return tuple(name for name in ("nccl", "gloo", SOCKETS, engine_named(self.engine).library) if name in known)
 
@@ -77,8 +79,11 @@ class ExactChoices:
         """The options for every layout that the engine has on this fabric."""
         return [name for name in self._applicable() if name in (*_SUMS, "l2-prefetch") and self._release(name)]
 
-    def usable(self, names: Sequence[OptionName]) -> tuple[str, ...] | None:
-        """The libraries of the engine with these options; None where the fabric is by formula."""
+    def usable(self, names: Sequence[OptionName]) -> str | tuple[str, ...] | None:
+        """The libraries of the engine with these options, or the one that the user named; None where the fabric is by
+        formula."""
+        if (named := self.predictor.cluster.library) is not None:
+            return named
         extra = [library for name in names for library in options()[name].libraries]
         known = self.predictor.fabric.backends
         return tuple(library for library in (*self.libraries, *extra) if library in known) or None
@@ -98,7 +103,7 @@ class ExactChoices:
         """Options that this fabric and workload can have, layouts aside."""
         if self.predictor.workload.tp < 2:
             return []
-        backends = self.predictor.fabric.backends
+        backends = self.predictor.fabric.backends if self.predictor.cluster.library is None else ()
         found = [name for name in _SUMS if any(library in backends for library in options()[name].libraries)]
         cached: list[OptionName] = ["l2-prefetch"] if self.predictor.fabric.device.l2_bytes else []
         return [*found, *cached, "sequence-parallel", "quantized-prompt-sums"]
@@ -120,8 +125,8 @@ class ExactChoices:
             if one is not None and one.fits:
                 used = -(-load.batch // each)
                 rate = load.batch * load.generate / one.generation_seconds(load.generate)
-                said = f"{words}: {used} of them serve {each} of {load.batch} sequences each"
-                found.append(replace(one, tokens_per_second=rate, notes=(*one.notes, said)))
+                some = () if used == count else (f"{words}: the batch of {load.batch} takes {used} of them",)
+                found.append(replace(one, tokens_per_second=rate, notes=(*one.notes, *some)))
         yield from sorted(found, key=lambda one: -one.tokens_per_second)[:1]
 
     def _stages(self, available: Sequence[OptionName]) -> Iterator[ExactChoice]:
@@ -154,7 +159,12 @@ class ExactChoices:
             whole = seconds * load.batch / each  # of all sequences, one stage after the other
             return whole / stages * (stages - 1 + parts) / parts
 
-        first = tuple(replace(f, seconds=prefill(f.seconds, f.prompt)) for f in one.time_to_first_token)
+        first = tuple(
+            FirstToken(
+                f.prompt, prefill(f.seconds, f.prompt), self.predictor.fits(program, load.batch, f.prompt, stages)
+            )
+            for f in one.time_to_first_token
+        )
         one = replace(
             one, decode_seconds=decode, prefill_seconds=prefill(one.prefill_seconds, load.prompt),
             time_to_first_token=first,
@@ -209,22 +219,15 @@ class ExactChoices:
             first = tuple(predictor.first_token(quantized, prompt) for prompt in FIRST_TOKEN_PROMPTS)
         except RewriterError:
             return None
-        held = bytes_per_rank(
-            program, batch or load.batch, load.prompt, load.generate, weights=load.weights, cache=load.cache
-        )
+        held = load.batch if stages > 1 else batch or load.batch  # each stage keeps its keys of all sequences
         return self._told(
             ExactChoice(
                 name=words, tp=degree, stages=stages, replicas=replicas, prefill_seconds=prompted.prefill.seconds,
-                decode_seconds=done.decode.seconds,
-                fits=(held if stages == 1 else held * (load.batch / (batch or load.batch)) / stages) <= self.memory,
+                decode_seconds=done.decode.seconds, fits=predictor.fits(program, held, stages=stages),
                 time_to_first_token=first,
             ),
             names,
         )  # fmt: skip
-
-    @property
-    def memory(self) -> int:
-        return self.predictor.fabric.device.memory
 
     def _told(self, one: ExactChoice, names: Sequence[OptionName]) -> ExactChoice:
         """The choice, with how its options are switched on, and whether the engine has them."""
@@ -240,26 +243,33 @@ class ExactChoices:
             notes=tuple(f"{known[name].does}: {said}" for name in names if (said := self._asks(name))),
         )
 
-    def _drafted(self, plain: ExactChoice) -> ExactChoice:
+    def _drafted(self, plain: ExactChoice, available: Sequence[OptionName]) -> ExactChoice:
         draft, load = self.draft, self.predictor.workload
         assert draft is not None
         program = self._program(_STANDARD, load.tp)
         assert program is not None  # `plain` is of it
-        predictor = self._on(load.tp, load.batch, ())
+        predictor = self._on(load.tp, load.batch, available)
         keys = load.prompt + load.generate
         verify = predictor.seconds_of(program, ForwardPass(load.batch, draft.tokens + 1, keys=keys, logits=0))
         outside, inside = predictor.outside_of_layers(program)
         step = verify + draft.tokens * (outside + inside / max(1, program.source.num_layers))
         decode = step / draft.expected_tokens
         words = f"{plain.name}, a draft of {draft.tokens} tokens, {draft.acceptance:.0%} accepted"
-        return self._told(replace(plain, name=words, decode_seconds=decode), ["draft"])
+        prefill = predictor.simulate(program, record=False).prefill.seconds
+        one = replace(plain, name=words, decode_seconds=decode, prefill_seconds=prefill)
+        return self._told(one, ["draft", *available])
+
+
+def comparable(choices: Sequence[ExactChoice]) -> list[ExactChoice]:
+    """Those that recipes are compared with: that the engine has, that fit in memory, round no sum and need no draft;
+    where nothing fits, those that do not."""
+    had = [one for one in choices if one.available and not one.rounds and "draft" not in one.options]
+    return [one for one in had if one.fits] or had
 
 
 def best_exact(choices: Sequence[ExactChoice]) -> ExactChoice:
-    """The fastest generation of those that the engine has, fit in memory, round no sum and need no draft; without any,
-    of all."""
-    usable = [one for one in choices if one.available and one.fits and not one.rounds and "draft" not in one.options]
-    return max(usable or choices, key=lambda one: one.tokens_per_second)
+    """The fastest generation of those that recipes are compared with."""
+    return max(comparable(choices), key=lambda one: one.tokens_per_second)
 
 
 def first_token_of(one: ExactChoice, prompt: int) -> FirstToken | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
 
 Lane = Literal["compute", "communication"]
+AllReduces = Literal["none", "measured", "extrapolated", "by formula"]
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ class Prediction:
 
     `recipe`: as the user named it. `tp`: ranks that share heads and channels, `sp`: those that share tokens; `nodes`:
     over which they are spread. `batch`: sequences; `prompt` and `generate`: tokens of each. `graphed`: kernels are
-    launched as one CUDA graph. `modelled`: the fabric's figures are not measured; `extrapolated`: some collective was
-    measured among other ranks, or not at all, and is in proportion to what was.
+    launched as one CUDA graph. `modelled`: the fabric's figures are not measured. `all_reduces`: where their durations
+    are from; extrapolated are those of other numbers of ranks. `kernels_of`: the system whose kernels were measured,
+    where that is another device.
 
     `prefill`: the pass over the prompt, which gives the first token; where the recipe rewires the prompt alone, the
     calls for the tokens that it leaves exact and for those that it rewires, added up. `time_to_first_token`: of other
@@ -183,7 +185,8 @@ class Prediction:
     break_even_prefill_seconds: float | None = None
     break_even_prefill_note: str | None = None
     time_to_first_token: tuple[FirstToken, ...] = ()
-    extrapolated: bool = False
+    all_reduces: AllReduces = "measured"
+    kernels_of: str = ""
 
     @property
     def seconds_per_token(self) -> float:
@@ -236,9 +239,10 @@ class RecipeComparison:
     `model`: path or model type. `fabric`, `fabric_summary`: its name and a sentence on it; `device`: its GPU.
     `pareto`: points by recipe name, empty where not asked for. `what_if`: changes to the delays, as the user wrote
     them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `exact`: what
-    users can have without changing the model, where asked for, on `engine`. `over`: what speedups are over: the best
-    exact choice, or else the first recipe. `bound`: the model without communication.
-    `link`: what joins the fabric's GPUs; `parameters`: of the model.
+    users can have without changing the model, where asked for, on `engine`. `over`, `over_decode`, `over_prefill`: what
+    `end_to_end`, `decode_speedup` and `prefill_speedup` are over: the exact choice that is fastest in it, or else the
+    first recipe. `bound`: the model without communication. `link`: what joins the fabric's GPUs, and its `bandwidth`
+    in bytes per second; `parameters`: of the model.
     """
 
     model: str
@@ -254,30 +258,9 @@ class RecipeComparison:
     exact: tuple[ExactChoice, ...] = ()
     engine: str = ""
     over: str = ""
+    over_decode: str = ""
+    over_prefill: str = ""
     bound: Prediction | None = None
     link: str = ""
+    bandwidth: float = 0.0
     parameters: int = 0
-
-
-def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
-    """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
-    asked for, "pareto" lists the recipe's, as in `PredictedPoint`. Exact choices follow, as in `ExactChoice`, under
-    "exact", and what bounds all recipes, under "bound"."""
-    objects: list[dict[str, Any]] = []
-    for p in (*comparison.predictions, *([comparison.bound] if comparison.bound else [])):
-        known = {field.name: getattr(p, field.name) for field in fields(p)}
-        known["time_to_first_token"] = [asdict(one) for one in p.time_to_first_token]
-        known |= {key: getattr(p, key) for key in ("seconds_per_token", "exposed_communication_seconds_per_token")}
-        asked = {"model": comparison.model, "what_if": list(comparison.what_if), "over": comparison.over}
-        seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
-        phases: dict[str, Any] = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
-        objects.append(known | asked | seconds | phases | {"bound": p is comparison.bound})
-        if p.recipe in comparison.pareto:
-            objects[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
-    return [*objects, *({"exact": asdict(one), "engine": comparison.engine} for one in comparison.exact)]
-
-
-def _phase(phase: Phase) -> dict[str, Any]:
-    values = asdict(replace(phase, spans=()))
-    del values["spans"]
-    return values | {"exposed_by_layer": {str(layer): seconds for layer, seconds in phase.exposed_by_layer.items()}}

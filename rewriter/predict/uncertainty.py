@@ -59,7 +59,7 @@ def longer(delay: Delay, modelled: bool) -> Delay:
 def kernel_deviation(rates: Rates, kernels: Iterable[Kernel]) -> float:
     """One standard deviation of the time of all kernels, as a share: those of a kind are off together."""
     by_kind: dict[str, float] = {}
-    whole, borrowed = 0.0, _borrowed(rates)
+    whole, borrowed = 0.0, borrowed_from(rates)
     for kernel in kernels:
         took, known = seconds(kernel, rates), measured_seconds(kernel, rates)
         by_kind[kernel.work] = by_kind.get(kernel.work, 0.0) + _KERNELS[kernel.work] * known
@@ -70,12 +70,13 @@ def kernel_deviation(rates: Rates, kernels: Iterable[Kernel]) -> float:
     return math.hypot(*by_kind.values()) / whole if whole else 0.0
 
 
-def _borrowed(rates: Rates) -> bool:
-    """True where the measured kernels are of a device that promises something else."""
+def borrowed_from(rates: Rates) -> str:
+    """The system whose kernels were measured, where that is a device which promises something else; else ""."""
     table, on = rates.table, rates.promised
     if table is None or on is None:
-        return False
-    return on.bandwidth != table.own.bandwidth or on.flops.get("bfloat16") != table.own.flops["bfloat16"]
+        return ""
+    same = on.bandwidth == table.own.bandwidth and on.flops.get("bfloat16") == table.own.flops["bfloat16"]
+    return "" if same else table.name
 
 
 def interval(predicted: float, changed: Sequence[float]) -> tuple[float, float]:

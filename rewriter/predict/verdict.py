@@ -14,12 +14,18 @@ from rewriter.recipes.healed import HEALED, healed_runs
 
 LEAST = 1.05  # a smaller gain is not told from none: predicted gains are off by about as much
 _ALIKE = 3.0  # a model of up to so many times the parameters is of the same size
+_REACH = 4.0  # a link of up to so many times the bandwidth is alike
+_SUMS = {
+    "measured": "measured on such a machine",
+    "extrapolated": "extrapolated from those among other numbers of GPUs",
+    "by formula": "by formula",
+}
 
 
 def verdict(comparison: RecipeComparison) -> str:
     """What to run: the best exact choice that the engine has, or a recipe that gains more and heals; and what the
     prediction rests on. Empty without exact choices."""
-    usable = [one for one in comparison.exact if one.available and one.fits]
+    usable = [one for one in comparison.exact if one.available and one.fits and not one.rounds]
     if not comparison.exact:
         return ""
     if not usable:
@@ -40,34 +46,50 @@ def _exact(best: ExactChoice, comparison: RecipeComparison) -> str:
 
 
 def _recipe(over: ExactChoice, best: ExactChoice, comparison: RecipeComparison) -> str:
-    """The recipe that gains most over the best exact choice; recipes are predicted without drafts."""
-    changed = [p for p in comparison.predictions if p.kind == "approximating" and p.fits]
-    found = max(changed, key=lambda p: p.tokens_per_second, default=None)
-    if found is None:
+    """The recipe that gains most over the best exact choice; recipes are predicted without drafts, on all ranks."""
+    known = [p for p in comparison.predictions if p.kind in ("approximating", "exact") and p.fits]
+    found = max(known, key=lambda p: p.tokens_per_second, default=None)
+    what = "that" if best.name == over.name else over.name
+    if found is not None and found.end_to_end >= LEAST:
+        drafts = " (both without a draft)" if "draft" in best.options else ""
+        parts = f"decode speedup {times(found.decode_speedup)}, prefill speedup {times(found.prefill_speedup)}"
+        changes = "it computes the same" if found.kind == "exact" else heals(found, comparison.parameters)
+        return f"{found.recipe} gives {times(found.end_to_end)} of {what} end to end{drafts}: {parts}; {changes}."
+    changed = [p for p in known if p.kind == "approximating"]
+    if not changed:
         return ""
-    gain, what = found.tokens_per_second / over.tokens_per_second, "that"
-    if best.name != over.name:
-        what = f"{over.name}, both without a draft" if "draft" in best.options else over.name
-    if gain < LEAST:
-        return f"No recipe gains 5 % over {what}: keep the model ({found.recipe} gives {times(gain)})."
-    parts = f"a decode step {times(over.decode_seconds / found.decode.seconds)}, the prefill " + times(
-        over.prefill_seconds / found.prefill.seconds
+    most = max(changed, key=lambda p: p.tokens_per_second)
+    return (
+        f"No recipe gains 5 % over {what}: keep the model ({most.recipe} {100 * (most.end_to_end - 1):+.1f} %)."
+        + _on_fewer(over, most)
     )
-    return f"{found.recipe} gives {times(gain)} of {what} end to end ({parts}); {heals(found, comparison.parameters)}."
+
+
+def _on_fewer(over: ExactChoice, most: Prediction) -> str:
+    """How to have recipes predicted on a replica's ranks."""
+    if over.replicas == 1 or over.tp == 1:
+        return ""
+    return f" Recipes share layers among all {most.tp} GPUs; --tp {over.tp} compares them in one of these replicas."
 
 
 def heals(p: Prediction, parameters: int) -> str:
     """Whether a recipe was seen to heal on as many ranks, at such a size."""
     runs = [run for run in healed_runs() if run.recipe == p.recipe]
     near = [r for r in runs if r.ranks in (None, p.tp) and 1 / _ALIKE <= r.parameters / max(1, parameters) <= _ALIKE]
-    done = min(near, key=lambda run: run.above, default=None)
-    if done is not None:
-        said = "heals" if done.above <= HEALED else "did not heal"
-        return f"it {said}: {done.model} ended {done.above:.0%} above its loss"
+    best = {run.model: run for run in sorted(near, key=lambda run: -run.above)}  # of each model
+    if best:
+        healed = [run.above <= HEALED for run in best.values()]
+        said = "heals" if all(healed) else "heals on some models" if any(healed) else "did not heal"
+        ended = ", ".join(
+            f"{run.model} ended {100 * run.above:.0f} % above its loss" for run in reversed(best.values())
+        )
+        return f"it {said}: {ended}"
     where = "" if all(run.ranks is None for run in runs) else f" on {p.tp} ranks"
     smaller = min(runs, key=lambda run: run.above, default=None)
     seen = (
-        "" if smaller is None else f" ({smaller.model}, {_size(smaller.parameters)}, ended {smaller.above:.0%} above)"
+        ""
+        if smaller is None
+        else f" ({smaller.model}, {_size(smaller.parameters)}, ended {100 * smaller.above:.0f} % above)"
     )
     return f"nobody measured that it heals at this size{where}{seen}"
 
@@ -79,18 +101,20 @@ def _size(parameters: int) -> str:
 def rests_on(comparison: RecipeComparison) -> str:
     """What was measured, what is by formula, and how far published figures of such links are from predictions."""
     first = comparison.predictions[0]
-    sums = "measured on such a machine"
-    if comparison.modelled or first.extrapolated:
-        sums = "by formula" if comparison.modelled else "extrapolated from those among other numbers of GPUs"
     share = percent(first.decode.measured_seconds, first.decode.compute_seconds)
     kernels = f"{share} of the computing measured" if first.decode.measured_seconds else "computing by roofline"
+    if first.decode.measured_seconds and first.kernels_of:
+        kernels = f"{share} of the computing extrapolated from kernels of {first.kernels_of}"
+    if first.all_reduces == "none":
+        return f"Rests on: {kernels}."
     known = published().get(comparison.link)
+    near = known is not None and known["from"] / _REACH <= comparison.bandwidth <= known["to"] * _REACH
     reach = (
-        f"{known['points']} published figures over such a link are {known['median']:.0%} off in the median"
-        if known
+        f"{known['points']} published figures over such a link are {100 * known['median']:.0f} % off in the median"
+        if known and near
         else "no published figure over such a link is within reach"
     )
-    return f"Rests on: all-reduces {sums}, {kernels}; {reach}."
+    return f"Rests on: all-reduces {_SUMS[first.all_reduces]}, {kernels}; {reach}."
 
 
 @cache

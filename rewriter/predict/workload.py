@@ -82,8 +82,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A fabric by name, file or value, changes to its delays, and whose library's collectives (None: its first; of
-    several the fastest)."""
+    """A fabric by name, file or value, changes to its delays, and whose library's collectives (None: those of the
+    engine, or the fabric's first where none is compared with; of several the fastest)."""
 
     fabric: Any = "h100-nvlink"
     what_if: tuple[str, ...] = ()

@@ -48,7 +48,9 @@ LEGEND = {
     "80 %": "80 %: how far off that may be in 4 of 5 cases.",
     **dict.fromkeys(("exposed", "share"), "Exposed: waiting for communication in a decode step; share: of that step."),
     "tokens/s": "Tokens/s: of a whole generation, prefill included.",
-    **dict.fromkeys(SPEEDUPS, "Speedups of a decode step, the prefill and a whole generation are over {over}."),
+    **dict.fromkeys(
+        SPEEDUPS, "Speedups of a decode step, the prefill and a whole generation (end to end) are over {over}."
+    ),
     "break-even": "Break-even: an all-reduce must take longer than this for the recipe to pay in decoding.",
 }
 
@@ -77,7 +79,7 @@ class ComparisonReport:
         table = _fitting(None, columns, dropped, rows, console, options)
         if table is not None:
             yield table
-            yield Text(legend([str(column.header).replace("\n", " ") for column in table.columns], c.over), style="dim")
+            yield Text(legend([str(column.header).replace("\n", " ") for column in table.columns], c), style="dim")
             if c.exact:
                 yield Text()
                 yield from _exact(c, console, options)
@@ -88,7 +90,7 @@ class ComparisonReport:
         else:
             for prediction in every:
                 yield _card(prediction)
-            yield Text(legend(columns, c.over), style="dim")
+            yield Text(legend(columns, c), style="dim")
             yield from (_exact_card(c, one) for one in c.exact)
         if self.pareto:
             yield Text()
@@ -153,10 +155,11 @@ def columns_of(predictions: Sequence[Prediction]) -> list[str]:
     return [column for column in COLUMNS if column in known or column not in FIRST_TOKENS.values()]
 
 
-def legend(columns: Sequence[str], over: str) -> str:
-    """The meanings of those of COLUMNS that are shown. `over`: what speedups are over."""
+def legend(columns: Sequence[str], comparison: RecipeComparison) -> str:
+    """The meanings of those of COLUMNS that are shown."""
     said = " ".join(dict.fromkeys(LEGEND[column] for column in columns if column in LEGEND))
-    return said.replace("{over}", over or "the first recipe")
+    each = (comparison.over_decode, comparison.over_prefill, comparison.over)
+    return said.replace("{over}", each[0] if len({*each}) == 1 else "{}, {} and {}".format(*each))
 
 
 def cells(p: Prediction) -> dict[str, str]:
@@ -325,7 +328,7 @@ def predict_page(
         "predict.html.j2", title=f"{model_name(comparison)}: what recipes gain on {comparison.fabric}",
         comparison=comparison,
         setting=setting(comparison), modelled=(mark, why), headline=headline(comparison),
-        columns=columns, legend=legend(columns, comparison.over),
+        columns=columns, legend=legend(columns, comparison),
         exact=[(name, [known[column] for column in EXACT]) for name, known, _ in exact_rows(comparison)],
         exact_columns=EXACT, engine=engine_title(comparison.engine) if comparison.engine else "",
         speeds=[(p.recipe, [cells(p)[column] for column in columns]) for p in predictions],

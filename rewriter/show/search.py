@@ -80,11 +80,16 @@ def layers_of(mix: Mix) -> list[str]:
     return lines + [f"{name:{width}}  layers {spans(some)}: {REWRITES[name].does}" for name, some in layers.items()]
 
 
+def keep_the_model(result: SearchResult) -> bool:
+    """Whether what was found is no faster than the model as it is can be."""
+    return result.measured.end_to_end is not None and result.measured.end_to_end < 1
+
+
 def notes(result: SearchResult) -> list[str]:
     """Sentences that belong to the figures."""
     found = result.measured
     said = [f"Measured on {found.text}. The original's loss is {found.loss:.3f} nats per token."]
-    if found.end_to_end is not None and found.end_to_end < 1:
+    if keep_the_model(result):
         said.append(f"Keep the model: as it is, it is faster with {found.over}. `rewrite predict` says how.")
     return [*said, *(f"Not applied, {name}: {why}" for name, why in result.not_applied.items())]
 

@@ -14,9 +14,9 @@ PAGE = (ROOT / "docs/results/when.md").read_text(encoding="utf-8")
 RECIPES = ("ladder-upper-half", "desync-2x-sum")
 
 
-def row(*first: str) -> dict[str, str]:
-    """The cells of a row of the page by its header, of the row that begins with these cells."""
-    section = PAGE[PAGE.index("## Decode steps") :]
+def row(*first: str, under: str = "## Decode steps") -> dict[str, str]:
+    """The cells of a row of the page by its header, of the first row below `under` that begins with these cells."""
+    section = PAGE[PAGE.index(under) :]
     names = section[section.index("| model |") :].splitlines()[0]
     line = next(line for line in section.splitlines() if line.startswith(f"| {' | '.join(first)} |"))
     return dict(zip(*([cell.strip() for cell in text.strip("| ").split(" | ")] for text in (names, line)), strict=True))
@@ -30,7 +30,18 @@ def test_three_cells_are_what_is_predicted() -> None:
         assert cell.exact is not None
         assert told["best as it is"] == f"{cell.exact.words}: {duration(cell.exact.seconds)}"
         for recipe in RECIPES:
-            assert told[f"`{recipe}`"] == f"{cell.gain(recipe):+.0%}", (cluster, recipe)
+            assert told[f"`{recipe}`"] == f"{round(100 * cell.gain(recipe)):+d} %", (cluster, recipe)
+
+
+def test_a_prompt_is_what_is_predicted() -> None:
+    """Where stages are the best exact choice."""
+    cluster = when.CLUSTERS[3]
+    cells = when.Chooser(when.MODELS["Llama 3.1 8B"]).prefills(cluster, ["desync-2x-sum"])
+    told = row("Llama 3.1 8B", cluster.title, "8,192", under="## Time to first token")
+    assert cells[8192].exact is not None
+    assert cells[8192].exact.words.endswith("stages of 1 GPU")
+    assert told["best as it is"] == f"{cells[8192].exact.words}: {duration(cells[8192].exact.seconds)}"
+    assert told["`desync-2x-sum`"] == f"{round(100 * cells[8192].gain('desync-2x-sum')):+d} %"
 
 
 def test_every_model_and_cluster_has_its_rows() -> None:
@@ -42,11 +53,17 @@ def test_every_model_and_cluster_has_its_rows() -> None:
 def test_the_readme_has_the_gains_of_the_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for recipe in when.README_RECIPES:
-        cells = re.search(rf"(?m)^\| `{recipe}`[^|]*\|([^|]*)\|[^|]*\|([^|]*)\|", text)
+        cells = re.search(rf"(?m)^\| `{recipe}`[^|]*\|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|", text)
         assert cells is not None
-        for shown, cluster in zip(cells.groups(), when.README_CLUSTERS, strict=True):
-            gains = [int(row("Llama 3.1 70B", cluster, str(b))[f"`{recipe}`"].rstrip("%")) for b in when.BATCHES]
-            assert shown.strip() == f"{min(gains):+d} to {max(gains):+d} %", (recipe, cluster)
+        for index, cluster in enumerate(when.README_CLUSTERS):
+            steps = [row("Llama 3.1 70B", cluster, str(batch)) for batch in when.BATCHES]
+            prompts = [
+                row("Llama 3.1 70B", cluster, f"{prompt:,}", under="## Time to first token")
+                for prompt in when.FIRST_TOKEN_PROMPTS
+            ]
+            for shown, rows in zip(cells.groups()[2 * index :], (steps, prompts), strict=False):
+                gains = [int(one[f"`{recipe}`"].rstrip(" %")) for one in rows]
+                assert shown.strip() == f"{min(gains):+d} to {max(gains):+d} %", (recipe, cluster)
 
 
 @pytest.mark.parametrize("gains", [{}, {"ladder": 1.0}])
@@ -54,5 +71,5 @@ def test_a_recipe_that_gains_little_is_no_answer(gains: dict[str, float]) -> Non
     cell = when.Cell(when.Choice("TP 8", 1.0), {name: when.Choice("TP 8", 1 / gain) for name, gain in gains.items()})
     assert cell.answer(["ladder"]) == "keep the model"
     better = when.Cell(cell.exact, {"ladder": when.Choice("TP 4", 0.8)})
-    assert better.answer(["ladder"]) == "`ladder` +25%"
+    assert better.answer(["ladder"]) == "`ladder` +25 %"
     assert when.Cell(None, {}).answer(["ladder"]) == "does not fit"

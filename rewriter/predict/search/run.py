@@ -20,7 +20,7 @@ from rewriter.common.run_context import ProgressCall, RunContext
 from rewriter.ir import Program
 from rewriter.ir.simulate import load_weights
 from rewriter.passes.phases import both_wirings
-from rewriter.predict.analytic import Predictor, bytes_per_rank
+from rewriter.predict.analytic import Predictor
 from rewriter.predict.candidates import Candidates, all_recipes
 from rewriter.predict.entry import traced
 from rewriter.predict.exact import ExactChoices, best_exact
@@ -138,8 +138,8 @@ class Gains:
     def __init__(self, program: Program, workload: Workload, cluster: Cluster, engine: str = "vllm") -> None:
         self.workload, self.candidates = workload, Candidates(program, workload.sp)
         exact = ExactChoices(Predictor(workload, cluster), self.candidates, engine)
-        library = cluster.library or exact.usable(exact.available)
-        self.predictor = Predictor(workload, replace(cluster, library=library), exact.predictor.runner)
+        sums = exact.usable(exact.available)
+        self.predictor = Predictor(workload, replace(cluster, library=sums), exact.predictor.runner)
         self.fabric, self.exact = self.predictor.fabric, best_exact(exact.all())
         self.speeds: dict[Mix, Speed | None] = {}
         self.standard = self.of_recipe(recipe_of(Mix()))
@@ -160,7 +160,7 @@ class Gains:
         both_wirings(program)  # raises where one set of weights cannot serve both phases
         done = self.predictor.simulate(program, record=False)
         seconds = generation_seconds(done.prefill, done.decode, load.generate)
-        fits = bytes_per_rank(program, load.batch, load.prompt, load.generate) <= self.fabric.device.memory
+        fits = self.predictor.fits(program, load.batch)
         tp, sp = (program.mesh.get(axis, 1) for axis in ("tp", "sp"))
         return Speed(float(f"{seconds:.10g}"), done.prefill.seconds, done.decode.seconds, tp, sp, fits)
 

@@ -9,8 +9,10 @@ import pytest
 from predict_cases import small_config
 
 from rewriter.common.errors import RewriterError
+from rewriter.fabric import load_fabric
 from rewriter.ir import Program
-from rewriter.predict.analytic import Predictor
+from rewriter.passes.placement.rank_memory import cache_elements
+from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates
 from rewriter.predict.engines import engine_named, engines, options
 from rewriter.predict.exact import ExactChoices, best_exact
@@ -104,18 +106,70 @@ def test_a_sequence_parallel_prefill_scatters_and_gathers_what_was_summed(progra
 
 
 def test_stages_hold_a_part_of_the_layers_and_take_all_of_the_time(program: Program) -> None:
-    alone = Predictor(replace(LOAD, tp=1, batch=1), Cluster("pcie-gen5")).simulate(program)
-    found = [one for one in choices(program).values() if one.stages > 1]
+    usual, found = choices(program), [one for one in choices(program).values() if one.stages > 1]
     assert found
     for one in found:
-        assert one.decode_seconds >= 0.5 * alone.decode.seconds * one.stages / 4
+        each = choices(program, load=replace(LOAD, tp=one.tp, batch=4 // one.stages))
+        alone = next(iter(each.values()))
+        assert alone.decode_seconds < one.decode_seconds < 1.1 * alone.decode_seconds  # and messages
+        assert one.prefill_seconds > alone.prefill_seconds * one.stages / 4  # of a batch of four
         assert one.tp * one.stages == 4
         assert one.switches[0] == "--pipeline-parallel-size"
+        assert one.decode_seconds > usual["TP 4"].decode_seconds
+
+
+def test_stages_divide_weights_and_keys_and_not_what_a_prefill_needs(program: Program) -> None:
+    weights, one = (bytes_per_rank(program, batch, 4096, 64) for batch in (0, 1))
+    keys = 2 * cache_elements(program, 4096 + 64)
+    temporary = one - weights - keys
+    assert min(weights, keys, temporary) > 0
+    assert bytes_per_rank(program, 8, 4096, 64, stages=4) == pytest.approx((weights + 8 * keys) / 4 + 2 * temporary)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_stages_fit_where_one_gpu_does_not(program: Program, batch: int) -> None:
+    """Also with the prompts of other times to first token."""
+    usual = load_fabric("pcie-gen5")
+    most = bytes_per_rank(program, batch, 32768, 64, stages=4)
+    assert bytes_per_rank(program, 1, 32768, 64) > most or batch > 1
+    small = replace(usual, device=replace(usual.device, memory=most))
+    predictor = Predictor(replace(LOAD, batch=batch), Cluster(small))
+    exact = ExactChoices(predictor, Candidates(program))
+    stages = exact._staged(4, 1, [])
+    assert stages is not None
+    assert stages.fits
+    assert [first.fits for first in stages.time_to_first_token] == [True] * 3
+    one_byte_less = replace(small, device=replace(small.device, memory=most - 1))
+    exact = ExactChoices(replace(predictor, cluster=Cluster(one_byte_less)), Candidates(program))
+    stages = exact._staged(4, 1, [])
+    assert stages is not None
+    assert [first.fits for first in stages.time_to_first_token] == [True, True, False]
+
+
+def test_the_library_that_the_user_names_is_that_of_all(program: Program) -> None:
+    predictor = Predictor(LOAD, Cluster("pcie-gen5", library="nccl"))
+    exact = ExactChoices(predictor, Candidates(program))
+    found = {one.name: one for one in exact.all()}
+    assert "TP 4, one-shot PCIe sums" not in found
+    assert exact.usable(exact.available) == "nccl"
+    assert found["TP 4"].decode_seconds == choices(program)["TP 4"].decode_seconds
+
+
+def test_recipes_are_compared_with_what_does_not_fit_where_nothing_does(program: Program) -> None:
+    usual = load_fabric("pcie-gen4")
+    tiny = replace(usual, device=replace(usual.device, memory=1))
+    found = ExactChoices(Predictor(LOAD, Cluster(tiny)), Candidates(program), "tensorrt-llm").all()
+    assert not any(one.fits for one in found)
+    best = best_exact(found)
+    assert best.available
+    assert not best.rounds
 
 
 def test_a_draft_is_verified_in_one_pass(program: Program) -> None:
-    plain, drafted = list(choices(program, draft=Draft(3, 0.8)).values())[:: len(choices(program))]
-    assert drafted.options == ("draft",)
+    found = choices(program, draft=Draft(3, 0.8))
+    plain, drafted = found["TP 4, one-shot PCIe sums"], list(found.values())[-1]
+    assert drafted.options == ("draft", "one-shot-pcie")
+    assert drafted.prefill_seconds == plain.prefill_seconds
     assert plain.decode_seconds / Draft(3, 0.8).expected_tokens < drafted.decode_seconds < plain.decode_seconds
     never = list(choices(program, draft=Draft(3, 0.0)).values())[-1]
     assert never.decode_seconds > plain.decode_seconds

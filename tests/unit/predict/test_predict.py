@@ -19,10 +19,11 @@ from rewriter.common.errors import RewriterError
 from rewriter.fabric import Call, Delay, load_fabric
 from rewriter.ir import Program
 from rewriter.predict.analytic import bytes_per_rank, with_front
+from rewriter.predict.as_json import to_json
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.kernel_cost import CostedOperation, Kernel, fused
 from rewriter.predict.kernel_time import Contention, Rates, seconds
-from rewriter.predict.results import Phase, PredictedPoint, to_json
+from rewriter.predict.results import Phase, PredictedPoint
 from rewriter.predict.steps import Await, Begin, Step, TimelineRun
 from rewriter.predict.timeline import KernelDurations, Timeline
 from rewriter.recipes import Recipe

@@ -15,9 +15,9 @@ from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.passes.phases import exact_wiring
 from rewriter.predict.analytic import Predictor
+from rewriter.predict.as_json import to_json
 from rewriter.predict.forward import Forward, Runner
 from rewriter.predict.kernel_cost import Kernel
-from rewriter.predict.results import to_json
 from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Cluster, ForwardPass, Workload
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace

@@ -25,7 +25,7 @@ from rewriter.predict.results import (
     RecipeComparison,
     SkippedRecipe,
 )
-from rewriter.predict.verdict import published, verdict
+from rewriter.predict.verdict import heals, published, verdict
 from rewriter.predict.workload import FIRST_TOKEN_PROMPTS
 from rewriter.show.charts import pareto
 from rewriter.show.predict import ComparisonReport, headline
@@ -248,29 +248,70 @@ def exact(name: str, tokens_per_second: float, **other: Any) -> ExactChoice:
     return ExactChoice(name, **{**known, **other}, tokens_per_second=tokens_per_second)
 
 
+def compared(
+    found: RecipeComparison, over: ExactChoice, *more: ExactChoice, kind: str = "approximating", **other: Any
+) -> RecipeComparison:
+    """`found` with exact choices, of which recipes are compared with `over`."""
+    tokens = over.tokens_per_second
+    changed = (replace(p, kind=kind, end_to_end=p.tokens_per_second / tokens) for p in found.predictions)
+    return replace(found, predictions=tuple(changed), exact=(over, *more), over=over.name, **other)
+
+
 def test_the_verdict_is_the_best_that_the_engine_has() -> None:
-    found = replace(comparison(("tensor-parallel", "ladder-upper-half")), engine="vllm", link="pcie")
+    found = replace(comparison(("tensor-parallel", "ladder-upper-half")), engine="vllm", link="pcie", bandwidth=3e9)
     tokens = found.predictions[1].tokens_per_second
     slow = exact("TP 8", tokens / 1.2)
     fast = exact("8 replicas of 1 GPU", tokens * 2, tp=1, replicas=8, switches=("--data-parallel-size",))
     lacking = exact("TP 8, L2 prefetch", tokens * 3, available=False)
-    changed = tuple(replace(p, kind="approximating") for p in found.predictions)
-    kept = verdict(replace(found, predictions=changed, exact=(slow, fast, lacking), over=fast.name))
+    rounding = exact("TP 8, 8-bit prompt sums", tokens * 3, rounds=True)
+    kept = verdict(compared(found, fast, slow, lacking, rounding))
     assert kept.startswith("Best as it is: 8 replicas of 1 GPU (vllm: --data-parallel-size)")
-    assert "Do not shard it. No recipe gains 5 %" in kept
-    better = verdict(replace(found, predictions=changed, exact=(slow, lacking), over=slow.name, parameters=10**9))
-    assert "ladder-upper-half gives 1.20× of that end to end" in better
+    assert "Do not shard it. No recipe gains 5 % over that: keep the model (ladder-upper-half -50.0 %). Rests" in kept
+    some = verdict(compared(found, replace(fast, tp=2, replicas=4, name="4 replicas of 2 GPUs"), slow))
+    assert "Recipes share layers among all 8 GPUs; --tp 2 compares them in one of these replicas." in some
+    better = verdict(compared(found, slow, lacking, rounding, parameters=10**9))
+    assert "ladder-upper-half gives 1.20× of that end to end: decode speedup" in better
     assert "nobody measured that it heals at this size" in better
-    assert f"{published()['pcie']['points']} published figures over such a link" in better
-    small = replace(found, predictions=changed, exact=(slow,), over=slow.name, parameters=134515008, link="")
-    assert "it heals: SmolLM2-135M-Instruct ended 3% above its loss" in verdict(small)
-    assert "no published figure over such a link" in verdict(small)
-    guessed = replace(small, predictions=(replace(small.predictions[0], extrapolated=True), *small.predictions[1:]))
-    assert "measured on such a machine" in verdict(small)
-    assert "extrapolated from those among other numbers of GPUs" in verdict(guessed)
-    assert "by formula" in verdict(replace(guessed, modelled=True))
-    assert "Nothing fits" in verdict(replace(small, exact=(replace(slow, fits=False),)))
+    drafted = exact("TP 8, a draft of 3 tokens", tokens * 2, options=("draft",))
+    assert "gives 1.20× of TP 8 end to end (both without a draft)" in verdict(compared(found, slow, drafted))
+    same = verdict(compared(found, slow, kind="exact"))
+    assert "ladder-upper-half gives 1.20×" in same
+    assert "it computes the same" in same
+    assert "No recipe" not in verdict(compared(found, exact("TP 8", tokens), kind="exact"))
+    assert "Nothing fits" in verdict(compared(found, replace(slow, fits=False)))
     assert verdict(found) == ""
+
+
+def test_the_verdict_says_what_it_rests_on() -> None:
+    found = replace(comparison(("tensor-parallel", "ladder-upper-half")), engine="vllm", link="pcie", bandwidth=3e9)
+    over = exact("TP 8", found.predictions[1].tokens_per_second / 1.2)
+
+    def said(**first: Any) -> str:
+        one = compared(found, over)
+        return verdict(replace(one, predictions=(replace(one.predictions[0], **first), *one.predictions[1:])))
+
+    assert "all-reduces measured on such a machine, computing by roofline" in said()
+    assert f"{published()['pcie']['points']} published figures over such a link" in said()
+    assert "all-reduces extrapolated from those among other numbers of GPUs" in said(all_reduces="extrapolated")
+    assert "all-reduces by formula" in said(all_reduces="by formula")
+    assert said(all_reduces="none").endswith("Rests on: computing by roofline.")
+    decode = replace(found.predictions[0].decode, measured_seconds=found.predictions[0].decode.compute_seconds)
+    assert "100 % of the computing measured;" in said(decode=decode)
+    assert "100 % of the computing extrapolated from kernels of a100_sxm" in said(decode=decode, kernels_of="a100_sxm")
+    fast, unknown = (compared(found, over, **link) for link in ({"bandwidth": 9e11}, {"link": ""}))
+    assert "no published figure over such a link" in verdict(fast)
+    assert "no published figure over such a link" in verdict(unknown)
+
+
+def test_the_verdict_says_whether_a_recipe_was_seen_to_heal() -> None:
+    found = replace(comparison(("tensor-parallel", "ladder-upper-half")), engine="vllm")
+    over = exact("TP 8", found.predictions[1].tokens_per_second / 1.2)
+    small = verdict(compared(found, over, parameters=134515008))
+    ended = "SmolLM2-135M-Instruct ended 3 % above its loss, Gemma-3-270M ended 30 % above its loss"
+    assert f"it heals on some models: {ended}" in small
+    one = replace(found.predictions[1], recipe="ladder-own-partial", tp=3)
+    assert "it heals: SmolLM2-135M-Instruct ended 8 % above" in heals(one, 134515008)
+    assert "nobody measured that it heals at this size on 8 ranks (SmolLM2" in heals(replace(one, tp=8), 134515008)
 
 
 def test_exact_choices_are_a_table_that_says_what_the_engine_lacks() -> None:
