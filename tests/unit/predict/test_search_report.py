@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,11 +29,12 @@ class Api(ModuleType):
     def __init__(self) -> None:
         super().__init__("rewriter.api")
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.result = searched.result()
 
     def search(self, *args: Any, **kwargs: Any) -> Any:
         (model,), options = flat(args, kwargs)
         self.calls.append((model, options))
-        return searched.result()
+        return self.result
 
 
 @pytest.fixture
@@ -100,6 +102,16 @@ def test_what_is_asked_reaches_the_api_and_the_recipe_is_written(
     assert Recipe.load(tmp_path / "mine.yaml").passes
     assert "rewrite search org/model" in (tmp_path / "page.html").read_text()
     assert "rewrite org/model --recipe mine.yaml --tp 3" in capsys.readouterr().out
+
+
+def test_what_is_slower_than_the_model_as_it_is_is_not_advised(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    slower = api.result.measured.model_copy(update={"over": "3 replicas of 1 GPU", "end_to_end": 0.35})
+    api.result = replace(api.result, measured=slower)
+    assert main(["search", "org/model", "--fabric", "pcie-gen4", "--tp", "3", "--out", "mine.yaml"]) == 0
+    told = capsys.readouterr().out
+    assert "Keep the model: as it is, it is faster with 3 replicas of 1 GPU." in told
+    assert "wrote mine.yaml" in told
+    assert "--recipe mine.yaml" not in told
 
 
 def test_the_recipe_has_a_name_of_its_own(api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
