@@ -9,10 +9,12 @@ uses where it packs several collectives into one): torch raises "No backend type
 
 from __future__ import annotations
 
+import pickle
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from traceback import walk_stack
 from types import SimpleNamespace
@@ -24,10 +26,11 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation.operation import EmulatedOperation, Reduction, fused
-from rewriter.emulation.socket_sums import EmulatedSums
+from rewriter.emulation.socket_sums import EmulatedSums, MeetingSums
 from rewriter.emulation.values import Mailbox
 from rewriter.emulation.work import CollectiveAborted, Deferred, Engine, Together
 from rewriter.fabric import Call, DelayModel, Kind
+from rewriter.runtime.collectives.small_sums import socket_sums
 
 NAME = "emulated"
 _OBJECTS = ("broadcast_object_list", "scatter_object_list")
@@ -91,13 +94,24 @@ class EmulatedGroup(_ProcessGroup):
         self._messages: dict[tuple[int, int], int] = {}  # counted by sender and receiver
         self._mailbox = Mailbox()
         self._fate: str | None = None
+        self._told = 0
 
     def small_sums(self) -> EmulatedSums | None:
-        """What the runtime's own sums are replaced by; None where several ranks are real, which have to meet."""
-        model = getattr(self.engine, "model", None)
-        if len(self.real) > 1 or not isinstance(model, DelayModel):
+        """What the runtime's own sums are replaced by. None where a part of the ranks are real, more than one."""
+        if not isinstance(getattr(self.engine, "model", None), DelayModel):
             return None
-        return EmulatedSums(self.ranks, lambda: self.engine.model)  # type: ignore[attr-defined]
+        model = partial(getattr, self.engine, "model")
+        if not set(self.ranks) & {*self.real} - {self.ranks[self.rank()]}:
+            return EmulatedSums(self.ranks, model)
+        met = socket_sums(self.rank(), self._of_all) if {*self.ranks} <= {*self.real} else None
+        return None if met is None else MeetingSums(self.ranks, model, met=met)
+
+    def _of_all(self, own: Any) -> list[Any]:
+        """What all ranks give, which are real and call it together; any objects that can be pickled."""
+        self._told += 1
+        self._store.set(f"rewriter/told/{self._told}/{self.rank()}", pickle.dumps(own))
+        every = (self._store.get(f"rewriter/told/{self._told}/{rank}") for rank in range(self.size()))
+        return [pickle.loads(one) for one in every]
 
     # --- collectives ---
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from rewriter.fabric import SOCKETS, Call, Delay, DelayModel
 from rewriter.fabric.calls import Kind
 from rewriter.kernels import sum_into
+from rewriter.runtime.collectives.small_sums import SocketSum, SocketSums
 
 _BRIEF = 1e-3  # seconds; what takes longer goes through the group, where transfers wait for each other
 
@@ -35,8 +37,8 @@ class EmulatedSums:
         delay = self._delay("all_reduce", x.nbytes)
         return delay.library == SOCKETS and delay.seconds < _BRIEF
 
-    def start(self, x: Tensor) -> EmulatedSum:
-        """Sums at once, and takes the core for as long as sending and receiving do."""
+    def start(self, x: Tensor) -> Any:
+        """A sum under way. Sums at once, and takes the core for as long as sending and receiving do."""
         delay, begin = self._delay("all_reduce", x.nbytes), time.monotonic()
         sum_into(x, [x, *(torch.empty_like(x).copy_(x) for _ in range(len(self.ranks) - 1))])
         while time.monotonic() - begin < delay.cpu_seconds:
@@ -62,6 +64,41 @@ class EmulatedSum:
 
     def wait(self) -> bool:
         _until(self.end)
+        return True
+
+
+@dataclass
+class MeetingSums(EmulatedSums):
+    """Of ranks that are all real: a sum begins when the last of them has come. They tell each other by `met`, whose
+    messages take the core for as long as those of the sum."""
+
+    met: SocketSums = field(kw_only=True)
+
+    def start(self, x: Tensor) -> MeetingSum:
+        sum_into(x, [x, *(torch.empty_like(x).copy_(x) for _ in range(len(self.ranks) - 1))])
+        return self._come(self._delay("all_reduce", x.nbytes).seconds)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        self._come(self._delay("all_gather", x.nbytes * len(self.ranks)).seconds).wait()
+        return [x] * len(self.ranks)
+
+    def _come(self, seconds: float) -> MeetingSum:
+        came = torch.zeros(len(self.ranks), dtype=torch.float64)
+        came[self.met.rank] = time.monotonic()
+        return MeetingSum(self.met.start(came), came, seconds)
+
+
+@dataclass(frozen=True)
+class MeetingSum:
+    """A sum that is over `seconds` after the last of the times in `came`, which are known once `meeting` is over."""
+
+    meeting: SocketSum
+    came: Tensor
+    seconds: float
+
+    def wait(self) -> bool:
+        self.meeting.wait()
+        _until(float(self.came.amax()) + self.seconds)
         return True
 
 

@@ -17,7 +17,8 @@ those of the fastest library that the engine may use, for every message. The res
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.common.errors import RewriterError
@@ -115,7 +116,7 @@ class ExactChoices:
     # --- layouts ---
 
     def _replicas(self, available: Sequence[OptionName]) -> Iterator[ExactChoice]:
-        """The fastest layout of replicas that fits."""
+        """The layouts of replicas that fit and lead in something."""
         load, ranks = self.predictor.workload, self.predictor.workload.tp
         found = []
         for degree in (d for d in range(1, ranks) if ranks % d == 0):
@@ -127,17 +128,17 @@ class ExactChoices:
                 rate = load.batch * load.generate / one.generation_seconds(load.generate)
                 some = () if used == count else (f"{words}: the batch of {load.batch} takes {used} of them",)
                 found.append(replace(one, tokens_per_second=rate, notes=(*one.notes, *some)))
-        yield from sorted(found, key=lambda one: -one.tokens_per_second)[:1]
+        yield from _leading(found)
 
     def _stages(self, available: Sequence[OptionName]) -> Iterator[ExactChoice]:
-        """The fastest layout of stages that fits."""
+        """The layouts of stages that fit and lead in something."""
         ranks, found = self.predictor.workload.tp, []
         layers = self.candidates.original.source.num_layers
         for stages in (p for p in range(2, ranks + 1) if ranks % p == 0 and p <= layers):
             one = self._staged(stages, ranks // stages, available)
             if one is not None and one.fits:
                 found.append(one)
-        yield from sorted(found, key=lambda one: -one.tokens_per_second)[:1]
+        yield from _leading(found)
 
     def _staged(self, stages: int, degree: int, available: Sequence[OptionName]) -> ExactChoice | None:
         load = self.predictor.workload
@@ -258,6 +259,22 @@ class ExactChoices:
         prefill = predictor.simulate(program, record=False).prefill.seconds
         one = replace(plain, name=words, decode_seconds=decode, prefill_seconds=prefill)
         return self._told(one, ["draft", *available])
+
+
+def _leading(found: Sequence[ExactChoice]) -> list[ExactChoice]:
+    """Those that are fastest in a generation, a decode step, the prefill, or the first token of a prompt."""
+
+    def first_token(prompt: int) -> Callable[[ExactChoice], float]:
+        firsts = ((one, first_token_of(one, prompt)) for one in found)
+        known = {one.name: first.seconds for one, first in firsts if first is not None and first.fits}
+        return lambda one: known.get(one.name, math.inf)
+
+    figures: list[Callable[[ExactChoice], float]] = [
+        lambda one: -one.tokens_per_second, lambda one: one.decode_seconds, lambda one: one.prefill_seconds,
+        *map(first_token, FIRST_TOKEN_PROMPTS),
+    ]  # fmt: skip
+    leads = {min(found, key=figure).name for figure in figures} if found else set()
+    return sorted((one for one in found if one.name in leads), key=figures[0])
 
 
 def comparable(choices: Sequence[ExactChoice]) -> list[ExactChoice]:

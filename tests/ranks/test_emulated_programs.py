@@ -28,7 +28,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils import _pytree as pytree
 
 from rewriter.emit.module import emit_runtime_module
+from rewriter.emulation import EmulationConfig
+from rewriter.fabric import SOCKETS
 from rewriter.runtime import Context, generate, record_events
+from rewriter.runtime.collectives.small_sums import connect_small_sums, small_gather, small_sum_start
 from rewriter.runtime.quantized.launch import quantized_all_reduce_start
 
 
@@ -163,6 +166,36 @@ def test_several_real_ranks_wait_for_the_slowest(tmp_path):
     found = run_ranks(one_of_two, 2, str(tmp_path / "store"))
     assert all(seconds > 0.3 for seconds, _, _ in found)
     assert [(box, message.tolist()) for _, box, message in found] == [({"from": 5}, [0, 1, 2])] * 2
+
+
+class Brief(EmulationConfig):
+    """In which everything takes half a millisecond, through sockets."""
+
+    def delay_model(self):
+        return Constant(5e-4, library=SOCKETS)
+
+
+def small_sums_of_both(group, path):
+    """Seconds of a small sum whose second rank is 0.2 s late, and of a gather; the sum, and how many were gathered."""
+    rank = group.rank()
+    dist.destroy_process_group()
+    config = Brief(world_size=2, real=(0, 1))
+    dist.init_process_group("emulated", rank=rank, world_size=2, store=dist.FileStore(path, 2), pg_options=config)
+    world = dist.group.WORLD
+    assert connect_small_sums(world, torch.device("cpu"))
+    with torch.no_grad():
+        time.sleep(0.2 * rank)
+        begun = time.monotonic()
+        small_sum_start(x := torch.ones(64), world).wait()
+        parts = small_gather(torch.ones(8), world)
+        return time.monotonic() - begun, x[0].item(), len(parts)
+
+
+def test_small_sums_of_real_ranks_meet(tmp_path):
+    (first, *found), (second, *other) = run_ranks(small_sums_of_both, 2, str(tmp_path / "store"))
+    assert found == other == [2.0, 2]
+    assert first > 0.15
+    assert second >= 1e-3
 
 
 # --- the runtime's own collectives ---

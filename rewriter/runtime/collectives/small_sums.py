@@ -17,8 +17,10 @@ import struct
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ _BUFFER = 1 << 20  # of more ranks; of both the kernel may allow fewer (net.core
 _UNDER_WAY = 2  # sums at once for which a buffer has room: of two blocks of a ladder
 _PATIENCE = 600.0  # seconds for a peer
 _CONNECT = 10.0  # seconds for a connection
+_BACKLOG = 128  # ranks that wait to be accepted
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -74,23 +77,27 @@ def _connect(group: ProcessGroup) -> Any:
     """Something with the methods of SocketSums, or None."""
     if (own := getattr(group, "small_sums", None)) is not None:  # of a group whose peers are emulated
         return own()
-    if dist.get_backend(group) != "gloo":
-        return None
+    return socket_sums(group.rank(), partial(of_all, group)) if dist.get_backend(group) == "gloo" else None
+
+
+def socket_sums(rank: int, of_all: Callable[[Any], list[Any]]) -> SocketSums | None:
+    """Connect the ranks of a group, which call this together; None on all of them where two have no connection.
+    `of_all(own)`: what every rank gives, in their order."""
     listener, connections = None, {}
     with suppress(OSError):
-        listener = socket.create_server((_own_address(), 0), backlog=group.size())
+        listener = socket.create_server((_own_address(), 0), backlog=_BACKLOG)
     address = ("", 0) if listener is None else listener.getsockname()
-    told = of_all(group, (address, socket.gethostname(), secrets.token_bytes(16)))
+    told = of_all((address, socket.gethostname(), secrets.token_bytes(16)))
     addresses, hosts = [address for address, _, _ in told], {host for _, host, _ in told}
     # a host's name may stand for its loopback, which is another one on every host
     possible = all(ip and not (ip.startswith("127.") and len(hosts) > 1) for ip, _ in addresses)
     if listener is not None:
         with listener, suppress(OSError):
-            connections = _connected(listener, addresses, group.rank(), told[0][2]) if possible else {}
-    connected = len(connections) == group.size() - 1
-    room = min(of_all(group, min(map(_room, connections.values())) if connected else 0))
+            connections = _connected(listener, addresses, rank, told[0][2]) if possible else {}
+    connected = len(connections) == len(told) - 1
+    room = min(of_all(min(map(_room, connections.values())) if connected else 0))
     if room:
-        return SocketSums(connections, group.rank(), room // _UNDER_WAY)
+        return SocketSums(connections, rank, room // _UNDER_WAY)
     for connection in connections.values():
         connection.close()
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
@@ -9,12 +10,18 @@ import torch
 import torch.distributed as dist
 from emulated import Constant, job
 
-from rewriter.emulation.socket_sums import EmulatedSums
+from rewriter.emulation.socket_sums import EmulatedSums, MeetingSums
 from rewriter.fabric import SOCKETS, Link
 from rewriter.fabric.alpha_beta import AlphaBeta
 from rewriter.fabric.measured_delays import Best, MeasuredDelays
 from rewriter.fabric.tables import Curve, CurvePoint, Table, TableKey
-from rewriter.runtime.collectives.small_sums import connect_small_sums, small_gather, small_sum_start, small_sums_take
+from rewriter.runtime.collectives.small_sums import (
+    SocketSums,
+    connect_small_sums,
+    small_gather,
+    small_sum_start,
+    small_sums_take,
+)
 
 
 def table(library: str, **seconds: float) -> MeasuredDelays:
@@ -80,3 +87,20 @@ def test_sums_of_bfloat16_are_those_of_equal_ranks(model: Best) -> None:
 
 def test_only_cpu_tensors_are_taken(model: Best) -> None:
     assert not EmulatedSums(range(2), lambda: model).takes(torch.empty(8, device="meta"))
+
+
+def test_sums_of_real_ranks_begin_when_the_last_has_come(model: Best) -> None:
+    ends = socket.socketpair()
+    first, second = (
+        MeetingSums(range(2), lambda: model, met=SocketSums({1 - rank: ends[rank]}, rank, 1 << 16)) for rank in (0, 1)
+    )
+    x, y = torch.ones(256), torch.full((256,), 3.0)
+    begun = first.start(x)
+    time.sleep(0.02)
+    late = time.monotonic()
+    other = second.start(y)
+    begun.wait()
+    assert time.monotonic() - late >= 5e-4
+    other.wait()
+    assert (x[0].item(), y[0].item()) == (2.0, 6.0)  # of a world of equal ranks
+    [end.close() for end in ends]

@@ -342,7 +342,7 @@ def test_exact_choices_stand_beside_what_was_asked_for(model: Program) -> None:
     asked = api.Workload(tp=8, prompt=512, generate=64, batch=8)
     found = api.predict(model, ["tensor-parallel", "ladder"], asked, api.Cluster("h100-nvlink"), exact=True)
     by_name = {one.name: one for one in found.exact}
-    (replicas,) = [one for one in found.exact if one.replicas > 1]
+    replicas = next(one for one in found.exact if one.replicas > 1)
     each = replace(asked, tp=replicas.tp, batch=8 // replicas.replicas)
     (alone,) = api.predict(model, ["tensor-parallel"], each, api.Cluster(library=("nccl", "vllm", "fused"))).predictions
     assert replicas.tokens_per_second == pytest.approx(replicas.replicas * alone.tokens_per_second)

@@ -15,7 +15,7 @@ from rewriter.passes.placement.rank_memory import cache_elements
 from rewriter.predict.analytic import Predictor, bytes_per_rank
 from rewriter.predict.candidates import Candidates
 from rewriter.predict.engines import engine_named, engines, options
-from rewriter.predict.exact import ExactChoices, best_exact
+from rewriter.predict.exact import ExactChoices, best_exact, first_token_of
 from rewriter.predict.results import ExactChoice
 from rewriter.predict.steps import Await, Begin, TimelineRun, sequence_parallel
 from rewriter.predict.workload import Cluster, Draft, Workload
@@ -144,6 +144,19 @@ def test_stages_fit_where_one_gpu_does_not(program: Program, batch: int) -> None
     stages = exact._staged(4, 1, [])
     assert stages is not None
     assert [first.fits for first in stages.time_to_first_token] == [True, True, False]
+
+
+def test_layouts_that_lead_in_something_are_choices(program: Program) -> None:
+    """For long prompts other stages are best than for a generation of a short one."""
+    load = replace(LOAD, tp=8, batch=1, prompt=1024)
+    found = [one for one in choices(program, "pcie-gen4", load=load).values() if one.stages > 1]
+    exact = ExactChoices(Predictor(load, Cluster("pcie-gen4")), Candidates(program))
+    every = [exact._staged(p, 8 // p, exact.available) for p in (2, 4)]  # of four layers
+    for prompt in (1024, 8192, 32768):
+        best = min(first_token_of(one, prompt).seconds for one in every)
+        assert min(first_token_of(one, prompt).seconds for one in found) == pytest.approx(best)
+    assert max(one.tokens_per_second for one in found) == max(one.tokens_per_second for one in every)
+    assert found == sorted(found, key=lambda one: -one.tokens_per_second)
 
 
 def test_the_library_that_the_user_names_is_that_of_all(program: Program) -> None:
