@@ -9,7 +9,8 @@ those of the fastest library that the engine may use, for every message. The res
 - quantized prompt sums: the prefill of `tensor-parallel-int8`, the decode step of the standard model.
 - replicas: each serves its share of the batch.
 - stages: p microbatches follow each other, so that a token takes a pass over all stages for a p-th of the batch and p
-  messages; a prefill of m parts takes (p - 1 + m) / m passes of a stage.
+  messages; parts of a prefill, of which the last attends to most, follow each other, too: it takes a stage's time for
+  all of them, and that of the last one, with a message, in each of the other p - 1 stages.
 - a draft of k tokens, of which each is accepted with probability a: a step yields (1 - a^(k+1)) / (1 - a) tokens
   (Leviathan et al., arXiv 2211.17192, equation 1) and takes one pass over k + 1 tokens and k of the draft, each as long
   as one layer and what is outside of the layers, as a head for multi-token prediction is.
@@ -148,28 +149,34 @@ class ExactChoices:
         program = self._program(_STANDARD, degree)
         if one is None or program is None:
             return None
-        width = program.source.config.get("hidden_size") or 0
-        try:
-            sends = stages * self._send(each * int(width) * model_dtype_bytes(program), degree)
-        except RewriterError:
-            return None
-        decode = one.decode_seconds + sends
+        token = int(program.source.config.get("hidden_size") or 0) * model_dtype_bytes(program)
+        on = self._on(degree, each, ["pipeline", *available])
 
         def prefill(seconds: float, prompt: int) -> float:
-            parts = max(1, load.batch * prompt // _PART)
             whole = seconds * load.batch / each  # of all sequences, one stage after the other
-            return whole / stages * (stages - 1 + parts) / parts
+            part = min(prompt, _PART)
+            before = prompt - part
+            given = ForwardPass(1, part, keys=prompt + load.generate if before else 0, before=before)
+            last = min(on.seconds_of(program, given), whole)
+            return (whole + (stages - 1) * last) / stages + (stages - 1) * self._send(part * token, degree)
 
+        try:
+            decode = one.decode_seconds + stages * self._send(each * token, degree)
+            return self._over_stages(replace(one, decode_seconds=decode), stages, program, prefill)
+        except RewriterError:  # the fabric sends nothing so far
+            return None
+
+    def _over_stages(
+        self, one: ExactChoice, stages: int, program: Program, prefill: Callable[[float, int], float]
+    ) -> ExactChoice:
+        load = self.predictor.workload
         first = tuple(
             FirstToken(
                 f.prompt, prefill(f.seconds, f.prompt), self.predictor.fits(program, load.batch, f.prompt, stages)
             )
             for f in one.time_to_first_token
         )
-        one = replace(
-            one, decode_seconds=decode, prefill_seconds=prefill(one.prefill_seconds, load.prompt),
-            time_to_first_token=first,
-        )  # fmt: skip
+        one = replace(one, prefill_seconds=prefill(one.prefill_seconds, load.prompt), time_to_first_token=first)
         return replace(one, tokens_per_second=load.batch * load.generate / one.generation_seconds(load.generate))
 
     def _send(self, nbytes: int, distance: int) -> float:
