@@ -1,6 +1,6 @@
 """Predictions against times per token that others measured and published (benchmarks/predict/points.yaml).
 
-    python -m benchmarks.predict.backtest                  # all points, and the two pages
+    python -m benchmarks.predict.backtest                  # all points, and the four pages
     python -m benchmarks.predict.backtest --only h800      # those whose id has it; writes nothing
     python -m benchmarks.predict.backtest --json FILE      # all figures, for tools
 
@@ -37,6 +37,8 @@ from rewriter.predict.results import Prediction
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "backtest.md"
 SUMMARY = Path(__file__).parents[2] / "rewriter" / "predict" / "backtest.yaml"
 LEFT_OUT = PAGE.parents[1] / "figures" / "backtest-left-out.md"
+NVLINK = "NVLink"
+POINTS = {NVLINK: "backtest-nvlink.md", "PCIe, RoCE and TCP": "backtest-pcie.md"}  # pages beside LEFT_OUT
 HEADER = ("point", "published, ms", "predicted, ms", "error", "interval", "in it")
 NEAR = 0.20
 MEDIAN, MEDIAN_ELSEWHERE, SHARE, COVERED = 0.08, 0.12, 0.90, (0.70, 0.90)  # goals; elsewhere: not NVLink
@@ -341,10 +343,21 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
               "—" if g.gain.saved is None else f"{g.gain.saved * 1e3:.2f}", f"{g.saved * 1e3:.2f}"] for g in gains],
         ),
         "## Points",
+        "One by one: " + ", ".join(f"[{links}](../figures/{file})" for links, file in POINTS.items()) + ".",
     ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def points(links: str, outcomes: Sequence[Outcome]) -> str:
+    """A page of points over these links: one of POINTS."""
+    parts = [
+        f"# Backtest: {links}",
+        "`python -m benchmarks.predict.backtest` writes this page, too: every point of the "
+        "[backtest](../results/backtest.md) over such links, with its source.",
+    ]
     for source in dict.fromkeys(one.point.source.name for one in outcomes):
         mine = [one for one in outcomes if one.point.source.name == source and one.counted]
-        if mine:
+        if mine and (mine[0].point.source.link == "nvlink") is (links == NVLINK):
             s = mine[0].point.source
             what = f"{s.device} (`{s.fabric}`), {s.software}; {s.measured}. {s.where}, {s.date}. {s.notes}"
             parts += [f"**{source}**: {what}", table(HEADER, [row(one)[:6] for one in mine])]
@@ -418,6 +431,8 @@ def main() -> None:
         PAGE.write_text(page(outcomes, gains), encoding="utf-8")
         SUMMARY.write_text(summary(outcomes), encoding="utf-8")
         LEFT_OUT.write_text(left_out(outcomes, published), encoding="utf-8")
+        for links, file in POINTS.items():
+            LEFT_OUT.with_name(file).write_text(points(links, outcomes), encoding="utf-8")
     for goal in (lacking := missed(outcomes, gains)):
         print(f"missed: {goal}")
     sys.exit(1 if lacking else 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from rewriter.fabric.calls import Kind
 from rewriter.kernels import sum_into
 from rewriter.runtime.collectives.small_sums import SocketSum, SocketSums
 
-_BRIEF = 1e-3  # seconds; what takes longer goes through the group, where transfers wait for each other
-
 
 @dataclass
 class EmulatedSums:
@@ -30,12 +28,13 @@ class EmulatedSums:
     ranks: tuple[int, ...] | range
     model: Callable[[], DelayModel]
     known: dict[tuple[DelayModel, Kind, int], Delay] = field(default_factory=dict)
+    brief: ClassVar[float] = 1e-3  # seconds; what takes longer goes through the group, where transfers wait for others
 
     def takes(self, x: Tensor) -> bool:
         if not x.nbytes or x.device.type != "cpu":
             return False
         delay = self._delay("all_reduce", x.nbytes)
-        return delay.library == SOCKETS and delay.seconds < _BRIEF
+        return delay.library == SOCKETS and delay.seconds < self.brief
 
     def start(self, x: Tensor) -> Any:
         """A sum under way. Sums at once, and takes the core for as long as sending and receiving do."""
@@ -73,6 +72,7 @@ class MeetingSums(EmulatedSums):
     messages take the core for as long as those of the sum."""
 
     met: SocketSums = field(kw_only=True)
+    brief: ClassVar[float] = 5e-3  # where ranks share cores, the group's thread takes longer to be woken than they do
 
     def start(self, x: Tensor) -> MeetingSum:
         sum_into(x, [x, *(torch.empty_like(x).copy_(x) for _ in range(len(self.ranks) - 1))])
@@ -98,7 +98,8 @@ class MeetingSum:
 
     def wait(self) -> bool:
         self.meeting.wait()
-        _until(float(self.came.amax()) + self.seconds)
+        if (left := float(self.came.amax()) + self.seconds - time.monotonic()) > 0:
+            time.sleep(left)  # to the end: another rank may need the core
         return True
 
 

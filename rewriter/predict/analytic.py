@@ -36,8 +36,8 @@ from rewriter.predict.results import (
 from rewriter.predict.steps import Begin, Place, Step, TimelineRun, sequence_parallel, steps
 from rewriter.predict.timeline import SET_ASIDE, KernelDurations, Timeline
 from rewriter.predict.uncertainty import borrowed_from, interval
-from rewriter.predict.weight_formats import StoredWeights, parameters_of_format, stored_weights
-from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Cluster, ForwardPass, WeightFormat, Workload
+from rewriter.predict.weight_formats import parameters_of_format, stored_weights
+from rewriter.predict.workload import FIRST_TOKEN_PROMPTS, Cluster, ForwardPass, StoredWeights, WeightFormat, Workload
 
 _KEPT = 8  # wirings of exact tokens that are kept
 PHASED = (

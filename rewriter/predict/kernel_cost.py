@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rewriter.predict.weight_formats import StoredWeights
+from rewriter.predict.workload import StoredWeights
 
 Work = Literal["product", "attention", "experts", "glue"]
 

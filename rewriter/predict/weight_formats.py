@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
-from rewriter.predict.workload import WeightFormat
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """Weights of a layer's products. `bits`: of each, its share of scales included. `computes`: the dtype that
-    activations are rounded to, where the device has such products; else, and where it is empty, weights are made the
-    model's dtype as they are read, and products are those of that dtype. `only_experts`: other weights are of the
-    model's dtype. `kept`: modules of the model's dtype by name, as configs list them: a part of the name, a name with
-    asterisks, or after "re:" a regular expression. `head`: the head's weight is of the format, too."""
-
-    name: WeightFormat
-    bits: float
-    computes: str = ""
-    only_experts: bool = False
-    kept: tuple[str, ...] = ()
-    head: bool = False
-
-    def share(self, itemsize: int) -> float:
-        """Bytes over those of weights of `itemsize` bytes."""
-        return self.bits / (8 * itemsize)
+from rewriter.predict.workload import StoredWeights, WeightFormat
 
 
 def parameters_of_format(program: Program, stored: StoredWeights) -> frozenset[str]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from rewriter.common.errors import RewriterError, shortened
-
-if TYPE_CHECKING:
-    from rewriter.predict.weight_formats import StoredWeights
 
 MOST_TOKENS = 1 << 32
 AttentionKernels = Literal["fused", "plain"]
@@ -111,6 +108,26 @@ class Draft:
     def expected_tokens(self) -> float:
         """Tokens that a step yields (Leviathan et al., arXiv 2211.17192, equation 1)."""
         return (1 - self.acceptance ** (self.tokens + 1)) / (1 - self.acceptance)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights of a layer's products. `bits`: of each, its share of scales included. `computes`: the dtype that
+    activations are rounded to, where the device has such products; else, and where it is empty, weights are made the
+    model's dtype as they are read, and products are those of that dtype. `only_experts`: other weights are of the
+    model's dtype. `kept`: modules of the model's dtype by name, as configs list them: a part of the name, a name with
+    asterisks, or after "re:" a regular expression. `head`: the head's weight is of the format, too."""
+
+    name: WeightFormat
+    bits: float
+    computes: str = ""
+    only_experts: bool = False
+    kept: tuple[str, ...] = ()
+    head: bool = False
+
+    def share(self, itemsize: int) -> float:
+        """Bytes over those of weights of `itemsize` bytes."""
+        return self.bits / (8 * itemsize)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,10 @@ def test_points_of_each_kind_are_predicted(
     gain = next(gain for gain in published.gains if gain.id == "ladder-upper-half-8b-batch-1")
     found = backtest.gain_outcome(gain.model_copy(update={"recipe": "ladder", "gpus": 2}), predictions)
     text = backtest.page(outcomes, [found])
-    assert all(f"| {name} |" in text for name in THREE)
+    pages = {links: backtest.points(links, outcomes) for links in backtest.POINTS}
+    assert all(f"| {name} |" in pages[backtest.NVLINK] for name in THREE)
+    assert not any(f"| {name} |" in pages["PCIe, RoCE and TCP"] for name in THREE)
+    assert all(f"../figures/{file}" in text for file in backtest.POINTS.values())
     assert f"{found.predicted:.3f}" in text
     assert published.rejected[0].what in backtest.left_out(outcomes, published)
     assert found.predicted > 1.0
@@ -167,7 +170,7 @@ def test_goals_that_are_missed_are_named(backtest: ModuleType, published: Any) -
 
 
 def test_the_pages_have_every_point(published: Any) -> None:
-    pages = ("docs/results/backtest.md", "docs/figures/backtest-left-out.md")
-    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
+    pages = ("left-out", "nvlink", "pcie")
+    text = "".join((ROOT / f"docs/figures/backtest-{page}.md").read_text(encoding="utf-8") for page in pages)
     assert all(f"| {point.entry.id} |" in text for point in published.points)
     assert all(one.what in text for one in published.rejected)
