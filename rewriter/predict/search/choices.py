@@ -36,7 +36,12 @@ class Rewrite:
 
     @property
     def format(self) -> bool:
-        return bool(self.options["pass"] == "quantize_collectives")
+        return "format" in self.options
+
+    @property
+    def merges(self) -> bool:
+        """The reductions of a layer's blocks, side by side, become one."""
+        return "norm" in self.options
 
 
 _FORMAT, _PARALLEL = {"pass": "quantize_collectives"}, {"pass": "parallel_block"}
@@ -113,7 +118,7 @@ def recipe_of(mix: Mix, name: str = "searched", summary: str = "A mix that was f
     merges, rewires, formats = list[Any](), list[Any](), list[Any]()
     for rewrite, layers in ((REWRITES[name], layers) for name, layers in mix.layers.items()):
         runs = f"{layers[0]}-{layers[-1]}" if len(list(runs_of(layers))) == 1 < len(layers) else layers
-        passes = merges if rewrite.options["pass"] == "parallel_block" else formats if rewrite.format else rewires
+        passes = merges if rewrite.merges else formats if rewrite.format else rewires
         passes.append({**rewrite.options, "layers": runs})
     around = [] if mix.base == STANDARD else Recipe.load(mix.base).passes
     shared = [p.to_dict() for p in around if available()[p.pass_name].shards_tokens]
