@@ -105,7 +105,7 @@ class Cell:
             return "does not fit"
         best = max((r for r in among if r in self.recipes), key=lambda r: self.gain(r) or 0.0, default=None)
         gain = None if best is None else self.gain(best)
-        return f"`{best}` {round(100 * gain):+d} %" if gain is not None and gain >= LEAST else "keep the model"
+        return f"`{best}` {_signed(gain)}" if gain is not None and gain >= LEAST else "keep the model"
 
 
 class Chooser:
@@ -206,11 +206,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _gains(cell: Cell, recipes: Sequence[str]) -> list[str]:
     if cell.exact is None:
         return ["does not fit", *["—"] * len(recipes)]
-    gains = [cell.gain(recipe) for recipe in recipes]
-    return [
-        f"{cell.exact.words}: {duration(cell.exact.seconds)}",
-        *("—" if g is None else f"{round(100 * g):+d} %" for g in gains),
-    ]
+    return [f"{cell.exact.words}: {duration(cell.exact.seconds)}", *(_signed(cell.gain(recipe)) for recipe in recipes)]
+
+
+def _signed(gain: float | None) -> str:
+    return "—" if gain is None else f"{round(100 * gain):+d} %"
 
 
 def page(found: Sequence[Found]) -> str:

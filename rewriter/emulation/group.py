@@ -97,17 +97,19 @@ class EmulatedGroup(_ProcessGroup):
         self._told = 0
 
     def small_sums(self) -> EmulatedSums | None:
-        """What the runtime's own sums are replaced by. None where a part of the ranks are real, more than one."""
+        """A stand-in for the runtime's own sums. None where a part of the ranks are real, more than one."""
         if not isinstance(getattr(self.engine, "model", None), DelayModel):
             return None
         model = partial(getattr, self.engine, "model")
-        if not set(self.ranks) & {*self.real} - {self.ranks[self.rank()]}:
+        own = self.ranks[self.rank()]
+        others = [rank for rank in self.real if rank != own and rank in self.ranks]
+        if not others:
             return EmulatedSums(self.ranks, model)
-        met = socket_sums(self.rank(), self._of_all) if {*self.ranks} <= {*self.real} else None
+        met = socket_sums(self.rank(), self._of_all) if len(others) == self.size() - 1 else None
         return None if met is None else MeetingSums(self.ranks, model, met=met)
 
     def _of_all(self, own: Any) -> list[Any]:
-        """What all ranks give, which are real and call it together; any objects that can be pickled."""
+        """`own` of every rank, all of which are real and call it together; any objects that can be pickled."""
         self._told += 1
         self._store.set(f"rewriter/told/{self._told}/{self.rank()}", pickle.dumps(own))
         every = (self._store.get(f"rewriter/told/{self._told}/{rank}") for rank in range(self.size()))

@@ -39,7 +39,7 @@ class EmulatedSums:
     def start(self, x: Tensor) -> Any:
         """A sum under way. Sums at once, and takes the core for as long as sending and receiving do."""
         delay, begin = self._delay("all_reduce", x.nbytes), time.monotonic()
-        sum_into(x, [x, *(torch.empty_like(x).copy_(x) for _ in range(len(self.ranks) - 1))])
+        self._sum(x)
         while time.monotonic() - begin < delay.cpu_seconds:
             pass
         return EmulatedSum(begin + delay.seconds)
@@ -47,6 +47,10 @@ class EmulatedSums:
     def gather(self, x: Tensor) -> list[Tensor]:
         _until(time.monotonic() + self._delay("all_gather", x.nbytes * len(self.ranks)).seconds)
         return [x] * len(self.ranks)
+
+    def _sum(self, x: Tensor) -> None:
+        """`x` becomes the sum over ranks that all hold it."""
+        sum_into(x, [x, *(torch.empty_like(x).copy_(x) for _ in range(len(self.ranks) - 1))])
 
     def _delay(self, kind: Kind, nbytes: int) -> Delay:
         key = (model := self.model(), kind, nbytes)
@@ -75,7 +79,7 @@ class MeetingSums(EmulatedSums):
     brief: ClassVar[float] = 5e-3  # where ranks share cores, the group's thread takes longer to be woken than they do
 
     def start(self, x: Tensor) -> MeetingSum:
-        sum_into(x, [x, *(torch.empty_like(x).copy_(x) for _ in range(len(self.ranks) - 1))])
+        self._sum(x)
         return self._come(self._delay("all_reduce", x.nbytes).seconds)
 
     def gather(self, x: Tensor) -> list[Tensor]:

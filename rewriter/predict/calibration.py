@@ -240,7 +240,7 @@ def _local_ranks() -> int:
 
 
 def _share_cores() -> bool:
-    """Whether a host has more ranks than cores for them."""
+    """True where a host has more ranks than cores for them."""
     world = dist.group.WORLD
     assert world is not None  # `measure` asks for it
     every = of_all(world, (socket.gethostname(), sorted(os.sched_getaffinity(0))))

@@ -77,14 +77,13 @@ def _over_exact(done: RecipeComparison, exact: ExactChoices) -> RecipeComparison
     step, prefill = (min(known, key=lambda one: getattr(one, f"{kind}_seconds")) for kind in ("decode", "prefill"))
 
     def over(p: Prediction) -> Prediction:
-        end_to_end, interval = p.tokens_per_second / best.tokens_per_second, p.end_to_end_interval
-        alike = best.tp == predictor.workload.tp and interval is not None and interval[0] < interval[1]
-        ratio = end_to_end / p.end_to_end
+        end_to_end, (low, high) = p.tokens_per_second / best.tokens_per_second, p.end_to_end_interval or (0.0, 0.0)
+        ratio, alike = end_to_end / p.end_to_end, best.tp == predictor.workload.tp
         return replace(
             p, decode_speedup=step.decode_seconds / p.decode.seconds,
             prefill_speedup=prefill.prefill_seconds / p.prefill.seconds, end_to_end=end_to_end,
             # its terms are off as those of the first recipe, which communicates like a choice on as many ranks
-            end_to_end_interval=(interval[0] * ratio, interval[1] * ratio) if alike and interval else None,
+            end_to_end_interval=(low * ratio, high * ratio) if alike and low < high else None,
         )  # fmt: skip
 
     bound = None

@@ -71,8 +71,6 @@ class ExactChoices:
     @property
     def libraries(self) -> tuple[str, ...]:
         """Those whose all-reduces the engine takes without options; none where the fabric is by formula."""
-        if self.predictor.cluster.library is not None:  # the user's choice
-            return ()
         known = self.predictor.fabric.libraries
         return tuple(name for name in ("nccl", "gloo", SOCKETS, engine_named(self.engine).library) if name in known)
 
@@ -149,8 +147,15 @@ class ExactChoices:
         program = self._program(_STANDARD, degree)
         if one is None or program is None:
             return None
+        try:
+            return self._over_stages(one, program, self._on(degree, each, available))
+        except RewriterError:  # the fabric sends nothing so far
+            return None
+
+    def _over_stages(self, one: ExactChoice, program: Program, on: Predictor) -> ExactChoice:
+        """`one`, of a microbatch that passes all stages, as the stages' own. `on`: predicts a stage's ranks."""
+        load, stages, each = self.predictor.workload, one.stages, on.workload.batch
         token = int(program.source.config.get("hidden_size") or 0) * model_dtype_bytes(program)
-        on = self._on(degree, each, ["pipeline", *available])
 
         def prefill(seconds: float, prompt: int) -> float:
             whole = seconds * load.batch / each  # of all sequences, one stage after the other
@@ -158,25 +163,18 @@ class ExactChoices:
             before = prompt - part
             given = ForwardPass(1, part, keys=prompt + load.generate if before else 0, before=before)
             last = min(on.seconds_of(program, given), whole)
-            return (whole + (stages - 1) * last) / stages + (stages - 1) * self._send(part * token, degree)
+            return (whole + (stages - 1) * last) / stages + (stages - 1) * self._send(part * token, one.tp)
 
-        try:
-            decode = one.decode_seconds + stages * self._send(each * token, degree)
-            return self._over_stages(replace(one, decode_seconds=decode), stages, program, prefill)
-        except RewriterError:  # the fabric sends nothing so far
-            return None
-
-    def _over_stages(
-        self, one: ExactChoice, stages: int, program: Program, prefill: Callable[[float, int], float]
-    ) -> ExactChoice:
-        load = self.predictor.workload
         first = tuple(
             FirstToken(
                 f.prompt, prefill(f.seconds, f.prompt), self.predictor.fits(program, load.batch, f.prompt, stages)
             )
             for f in one.time_to_first_token
         )
-        one = replace(one, prefill_seconds=prefill(one.prefill_seconds, load.prompt), time_to_first_token=first)
+        one = replace(
+            one, decode_seconds=one.decode_seconds + stages * self._send(each * token, one.tp),
+            prefill_seconds=prefill(one.prefill_seconds, load.prompt), time_to_first_token=first,
+        )  # fmt: skip
         return replace(one, tokens_per_second=load.batch * load.generate / one.generation_seconds(load.generate))
 
     def _send(self, nbytes: int, distance: int) -> float:

@@ -66,14 +66,14 @@ def _recipe(over: ExactChoice, best: ExactChoice, comparison: RecipeComparison) 
 
 
 def _on_fewer(over: ExactChoice, most: Prediction) -> str:
-    """How to have recipes predicted on a replica's ranks."""
+    """The next step where the best exact choice has replicas of several GPUs: recipes on one's ranks."""
     if over.replicas == 1 or over.tp == 1:
         return ""
     return f" Recipes share layers among all {most.tp} GPUs; --tp {over.tp} compares them in one of these replicas."
 
 
 def heals(p: Prediction, parameters: int) -> str:
-    """Whether a recipe was seen to heal on as many ranks, at such a size."""
+    """A clause on whether the recipe was seen to heal on as many ranks, at such a size."""
     runs = [run for run in healed_runs() if run.recipe == p.recipe]
     near = [r for r in runs if r.ranks in (None, p.tp) and 1 / _ALIKE <= r.parameters / max(1, parameters) <= _ALIKE]
     best = {run.model: run for run in sorted(near, key=lambda run: -run.above)}  # of each model
@@ -81,16 +81,14 @@ def heals(p: Prediction, parameters: int) -> str:
         healed = [run.above <= HEALED for run in best.values()]
         said = "heals" if all(healed) else "heals on some models" if any(healed) else "did not heal"
         ended = ", ".join(
-            f"{run.model} ended {100 * run.above:.0f} % above its loss" for run in reversed(best.values())
+            f"{run.model} ended {percent(run.above, 1)} above its loss" for run in reversed(best.values())
         )
         return f"it {said}: {ended}"
     where = "" if all(run.ranks is None for run in runs) else f" on {p.tp} ranks"
     smaller = min(runs, key=lambda run: run.above, default=None)
-    seen = (
-        ""
-        if smaller is None
-        else f" ({smaller.model}, {_size(smaller.parameters)}, ended {100 * smaller.above:.0f} % above)"
-    )
+    seen = ""
+    if smaller is not None:
+        seen = f" ({smaller.model}, {_size(smaller.parameters)}, ended {percent(smaller.above, 1)} above)"
     return f"nobody measured that it heals at this size{where}{seen}"
 
 
@@ -110,7 +108,7 @@ def rests_on(comparison: RecipeComparison) -> str:
     known = published().get(comparison.link)
     near = known is not None and known["from"] / _REACH <= comparison.bandwidth <= known["to"] * _REACH
     reach = (
-        f"{known['points']} published figures over such a link are {100 * known['median']:.0f} % off in the median"
+        f"{known['points']} published figures over such a link are {percent(known['median'], 1)} off in the median"
         if known and near
         else "no published figure over such a link is within reach"
     )

@@ -81,7 +81,7 @@ def layers_of(mix: Mix) -> list[str]:
 
 
 def keep_the_model(result: SearchResult) -> bool:
-    """Whether what was found is no faster than the model as it is can be."""
+    """True where what was found is slower than the model can be as it is."""
     return result.measured.end_to_end is not None and result.measured.end_to_end < 1
 
 

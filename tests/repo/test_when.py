@@ -34,7 +34,7 @@ def test_three_cells_are_what_is_predicted() -> None:
 
 
 def test_a_prompt_is_what_is_predicted() -> None:
-    """Where stages are the best exact choice."""
+    """On a cluster of which stages are the best exact choice."""
     cluster = when.CLUSTERS[3]
     cells = when.Chooser(when.MODELS["Llama 3.1 8B"]).prefills(cluster, ["desync-2x-sum"])
     told = row("Llama 3.1 8B", cluster.title, "8,192", under="## Time to first token")

@@ -53,7 +53,7 @@ def connect_small_sums(group: ProcessGroup | None, device: torch.device) -> bool
 
 
 def small_sums_take(x: Tensor, group: ProcessGroup) -> bool:
-    """Whether sums and gathers of `x` over `group` go through sockets."""
+    """True where sums and gathers of `x` over `group` go through sockets."""
     sums = _of_group.get(group)
     return sums is not None and sums.takes(x)
 

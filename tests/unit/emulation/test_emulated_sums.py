@@ -64,7 +64,7 @@ def test_small_sums_of_the_runtime_last_as_measured(model: Best) -> None:
     ids=["half a millisecond", "two milliseconds", "more than sockets take", "nothing"],
 )
 def test_long_sums_go_through_the_group(model: Best, count: int, taken: bool) -> None:
-    """Where transfers wait for each other."""
+    """In it transfers wait for each other."""
     with job(2, model), torch.no_grad():
         connect_small_sums(dist.group.WORLD, torch.device("cpu"))
         assert small_sums_take(torch.zeros(count), dist.group.WORLD) is taken
