@@ -7,6 +7,7 @@ the runtime where the fabric has measured them.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from rewriter.fabric import SOCKETS, Call, Delay, DelayModel
 from rewriter.fabric.calls import Kind
 from rewriter.kernels import sum_into
 from rewriter.runtime.collectives.small_sums import SocketSum, SocketSums
+
+_TIME = struct.Struct("d")  # seconds of time.monotonic
 
 
 @dataclass
@@ -72,39 +75,52 @@ class EmulatedSum:
 
 @dataclass
 class MeetingSums(EmulatedSums):
-    """Of ranks that are all real: a sum begins when the last of them has come. They tell each other by `met`, whose
-    messages take the core for as long as those of the sum."""
+    """Of ranks that are all real: each waits for what the others send, the last to come for nobody. They tell each
+    other when they came by messages of `met` that are as long as those of the sum, and take the core for as long."""
 
     met: SocketSums = field(kw_only=True)
     brief: ClassVar[float] = 5e-3  # where ranks share cores, the group's thread takes longer to be woken than they do
 
     def start(self, x: Tensor) -> MeetingSum:
-        self._sum(x)
-        return self._come(self._delay("all_reduce", x.nbytes).seconds)
+        return self._come(x, self._delay("all_reduce", x.nbytes).seconds)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        self._come(self._delay("all_gather", x.nbytes * len(self.ranks)).seconds).wait()
+        self._come(x, self._delay("all_gather", x.nbytes * len(self.ranks)).seconds).meet()
         return [x] * len(self.ranks)
 
-    def _come(self, seconds: float) -> MeetingSum:
-        came = torch.zeros(len(self.ranks), dtype=torch.float64)
-        came[self.met.rank] = time.monotonic()
-        return MeetingSum(self.met.start(came), came, seconds)
+    def _come(self, x: Tensor, seconds: float) -> MeetingSum:
+        message = torch.empty(_TIME.size + x.nbytes, dtype=torch.uint8)
+        _TIME.pack_into(_memory(message), 0, time.monotonic())
+        message[_TIME.size :] = x.reshape(-1).view(torch.uint8)
+        return MeetingSum(self.met.start(message), x, seconds)
 
 
 @dataclass(frozen=True)
 class MeetingSum:
-    """A sum that is over `seconds` after the last of the times in `came`, which are known once `meeting` is over."""
+    """A sum that is over `seconds` after the last of the other ranks came, which the first bytes of its messages say.
+    Its values are those of equal ranks."""
 
     meeting: SocketSum
-    came: Tensor
+    x: Tensor
     seconds: float
 
     def wait(self) -> bool:
-        self.meeting.wait()
-        if (left := float(self.came.amax()) + self.seconds - time.monotonic()) > 0:
-            time.sleep(left)  # to the end: another rank may need the core
+        self.meet()
+        own = self.meeting.x[_TIME.size :].view(self.x.dtype).view(self.x.shape)
+        sum_into(self.x, [own] * len(self.meeting.parts))
         return True
+
+    def meet(self) -> None:
+        sums = self.meeting.sums
+        sums.until(self.meeting.number)
+        others = [part for rank, part in enumerate(self.meeting.parts) if rank != sums.rank]
+        came = max(_TIME.unpack_from(_memory(part))[0] for part in others)
+        if (left := came + self.seconds - time.monotonic()) > 0:
+            time.sleep(left)  # to the end: another rank may need the core
+
+
+def _memory(x: Tensor) -> Any:
+    return x.numpy()
 
 
 def _until(end: float) -> None:

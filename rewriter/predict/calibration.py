@@ -103,7 +103,7 @@ def _measured(
             raise
         return None
     rooted = kind == "broadcast"  # not every rank waits for another one
-    timed = durations(run, repetitions, device, rooted, shared)
+    timed = durations(run, repetitions, device, rooted, shared, library == SOCKETS)
     typical = mean(timed.seconds)
     cpu = busy = 0.0
     if library == SOCKETS:  # what is under way there needs no thread

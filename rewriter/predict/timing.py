@@ -39,7 +39,12 @@ class MeasuredDurations:
 
 
 def durations(
-    run: StartCollective, repetitions: int, device: torch.device, rooted: bool = False, shared: bool = False
+    run: StartCollective,
+    repetitions: int,
+    device: torch.device,
+    rooted: bool = False,
+    shared: bool = False,
+    sockets: bool = False,
 ) -> MeasuredDurations:
     """Repetitions of a collective whose ranks wait for it, each from the moment at which a rank's call has reached the
     library to that rank's completion, on average over ranks. So a rank's wait for others, whose computations took
@@ -47,7 +52,8 @@ def durations(
 
     `rooted`: not every rank waits for another one, as in a broadcast; all meet before each repetition, and the longest
     wait counts. `shared`: ranks of one host share cores. Then computations end far apart, as those of a program do, and
-    a duration is from the last rank's arrival.
+    a duration is from the last rank's arrival. `sockets`: and the last one waits for nobody, since what the others sent
+    lies there. So it is the others' time that counts, who find a core free: all meet before the next computation.
     """
     warm = max(2, min(10, repetitions // 10))
     starts: list[float] = []
@@ -57,7 +63,7 @@ def durations(
     def repeat(times: int, pause: float) -> _Pauses:
         pauses = _Pauses(pause)
         for _ in range(times):
-            if rooted:
+            if rooted or (shared and sockets):
                 dist.barrier()
             pauses.compute()
             if device.type == "cuda":
@@ -77,7 +83,7 @@ def durations(
     pause = _pause(typical)
     begun = len(starts)
     pauses = repeat(_affordable(pause + typical, repetitions), pause)
-    waited = _waits(starts[begun:], ends[begun:], rooted, shared)
+    waited = _waits(starts[begun:], ends[begun:], rooted, shared, sockets)
     call = agreed(statistics.median(calls[begun:]))
     return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in waited), agreed(pauses.taken), call)
 
@@ -144,13 +150,18 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _waits(starts: Sequence[float], ends: Sequence[float], longest: bool, shared: bool) -> list[float]:
+def _waits(
+    starts: Sequence[float], ends: Sequence[float], longest: bool, shared: bool, sockets: bool = False
+) -> list[float]:
     """For each repetition the mean of the ranks' own seconds, or the longest of them. Clocks of several hosts are not
-    compared: only where ranks of one share cores are seconds those since the last start."""
-    first = torch.tensor(starts, dtype=torch.float64)
-    every = _gathered(torch.tensor(ends, dtype=torch.float64) - (_gathered(first).amax(0) if shared else first))
-    seconds: list[float] = (every.amax(0) if longest else every.mean(0)).tolist()
-    return seconds
+    compared: only where ranks of one share cores are seconds those since the last start, through `sockets` of the ranks
+    that were not the last."""
+    begun, ended = (_gathered(torch.tensor(times, dtype=torch.float64)) for times in (starts, ends))
+    every = ended - (begun.amax(0) if shared else begun)
+    if shared and sockets:
+        waiting = torch.ones_like(every).scatter_(0, begun.argmax(0, keepdim=True), 0)
+        return ((every * waiting).sum(0) / waiting.sum(0)).tolist()
+    return (every.amax(0) if longest else every.mean(0)).tolist()
 
 
 def _affordable(each: float, wanted: int) -> int:

@@ -89,7 +89,7 @@ def test_only_cpu_tensors_are_taken(model: Best) -> None:
     assert not EmulatedSums(range(2), lambda: model).takes(torch.empty(8, device="meta"))
 
 
-def test_sums_of_real_ranks_begin_when_the_last_has_come(model: Best) -> None:
+def test_real_ranks_wait_for_the_last_which_waits_for_nobody(model: Best, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = socket.socketpair()
     first, second = (
         MeetingSums(range(2), lambda: model, met=SocketSums({1 - rank: ends[rank]}, rank, 1 << 16)) for rank in (0, 1)
@@ -101,6 +101,7 @@ def test_sums_of_real_ranks_begin_when_the_last_has_come(model: Best) -> None:
     other = second.start(y)
     begun.wait()
     assert time.monotonic() - late >= 5e-4
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"the last waits {seconds} s"))
     other.wait()
     assert (x[0].item(), y[0].item()) == (2.0, 6.0)  # of a world of equal ranks
     [end.close() for end in ends]
