@@ -42,7 +42,7 @@ class EmulatedSums:
     def start(self, x: Tensor) -> Any:
         """A sum under way. Sums at once, and takes the core for as long as sending and receiving do."""
         delay, begin = self._delay("all_reduce", x.nbytes), time.monotonic()
-        self._sum(x)
+        sum_into(x, [x] * len(self.ranks))
         while time.monotonic() - begin < delay.cpu_seconds:
             pass
         return EmulatedSum(begin + delay.seconds)
@@ -50,10 +50,6 @@ class EmulatedSums:
     def gather(self, x: Tensor) -> list[Tensor]:
         _until(time.monotonic() + self._delay("all_gather", x.nbytes * len(self.ranks)).seconds)
         return [x] * len(self.ranks)
-
-    def _sum(self, x: Tensor) -> None:
-        """`x` becomes the sum over ranks that all hold it."""
-        sum_into(x, [x, *(torch.empty_like(x).copy_(x) for _ in range(len(self.ranks) - 1))])
 
     def _delay(self, kind: Kind, nbytes: int) -> Delay:
         key = (model := self.model(), kind, nbytes)
@@ -105,18 +101,17 @@ class MeetingSum:
     seconds: float
 
     def wait(self) -> bool:
-        self.meet()
-        own = self.meeting.x[_TIME.size :].view(self.x.dtype).view(self.x.shape)
-        sum_into(self.x, [own] * len(self.meeting.parts))
+        sum_into(self.x, [self.x] * len(self.meet()))
         return True
 
-    def meet(self) -> None:
-        sums = self.meeting.sums
-        sums.until(self.meeting.number)
-        others = [part for rank, part in enumerate(self.meeting.parts) if rank != sums.rank]
+    def meet(self) -> list[Tensor]:
+        """The messages of all ranks, when the sum is over."""
+        parts = self.meeting.received()
+        others = (part for rank, part in enumerate(parts) if rank != self.meeting.sums.rank)
         came = max(_TIME.unpack_from(_memory(part))[0] for part in others)
         if (left := came + self.seconds - time.monotonic()) > 0:
             time.sleep(left)  # to the end: another rank may need the core
+        return parts
 
 
 def _memory(x: Tensor) -> Any:

@@ -179,7 +179,7 @@ def test_a_duration_is_from_arrival_to_completion(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_that_share_cores_wait_from_the_last_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through sockets the last one, here the third, waits for nobody: its time is that of no other rank's message."""
+    """Through sockets the last one, here the third, waits for nobody: its time does not count."""
     monkeypatch.setattr(timing, "_gathered", lambda mine: mine[None] + torch.tensor([[0.0], [1.0], [2.0]]))
     starts, ends = [0.0, 10.0], [2.5, 12.3]  # of the first rank; the others start and end later by 1 and 2
     assert timing._waits(starts, ends, False, False) == pytest.approx([2.5, 2.3])

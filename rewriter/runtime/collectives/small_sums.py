@@ -155,9 +155,7 @@ class SocketSums:
         return SocketSum(self, x, self._exchange(x), self.number)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        parts = self._exchange(x)
-        self.until(self.number)
-        return parts
+        return self.start(x).received()
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """Begin to send `x` to all: room for every rank's, this rank's `x` itself."""
@@ -201,10 +199,14 @@ class SocketSum:
     number: int
 
     def wait(self) -> bool:
-        self.sums.until(self.number)
-        sum_into(self.x, self.parts)
-        self.parts = []
+        sum_into(self.x, self.received())
         return True
+
+    def received(self) -> list[Tensor]:
+        """Waits for every rank's tensor: them, in the order of ranks."""
+        self.sums.until(self.number)
+        parts, self.parts = self.parts, []
+        return parts
 
 
 _of_group: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
