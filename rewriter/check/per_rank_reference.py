@@ -274,9 +274,9 @@ class _Rank(Ledger):
 
     def _given(self, step: _Step, block: int) -> torch.Tensor:
         given = self.seen[step.since]
-        if step.own:
-            for earlier in range(step.since, block):
-                given = _carried(self.carries[earlier], given) + self.parts[earlier]
+        for earlier in range(step.since, block):
+            given = _carried(self.carries[earlier], given)
+            given = given + self.parts[earlier] if step.own else given
         return given
 
     def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -18,12 +19,15 @@ from transformers import PreTrainedModel
 
 from rewriter.check.exit_shares import Shares
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
-from rewriter.check.stream_hooks import Structure, find_structure
+from rewriter.check.stream_hooks import Structure, decoder_layers, find_structure
+from rewriter.check.withheld_reference import BlockEnds, WithheldReference
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.ir.phases import agreed_phase, is_phased
+from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import load_weights
+from rewriter.ir.stream import write_calls
 
 
 @dataclass
@@ -38,8 +42,9 @@ class ModelReference:
     passes: Sequence[Any]
     ranks: int
     whole: tuple[str, ...]
+    blocks: Sequence[BlockEnds] = ()
     reordered: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    _built: dict[int, PerRankReference] = field(default_factory=dict)
+    _built: dict[int, PerRankReference | WithheldReference] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -70,13 +75,25 @@ class ModelReference:
                     inside.enter_context(rewrite.oracle(model))
                 return original_logits(model, ids, given)
         if id(model) not in self._built:
-            ordered = self.ordered(model)
-            mix, exact = (layer_modes(ordered, p, self.whole) for p in (self.passes, self._of_all_tokens))
-            self._built = {id(model): PerRankReference(ordered, mix, self.ranks, exact=exact, whole=self.whole)}
+            self._built = {id(model): self._build(self.ordered(model))}
         phase = agreed_phase(self.passes)
         if rewired is None and phase is not None:
             rewired = phase.rewired(ids.shape[1]).expand(ids.shape)
         return self._built[id(model)](ids, rewired, **given)
+
+    def _build(self, model: PreTrainedModel) -> PerRankReference | WithheldReference:
+        whole, both = self.whole, (self.passes, self._of_all_tokens)
+        try:
+            structure = find_structure(model)
+        except RewriterError:  # a stream that cannot be followed in torch calls
+            structure = None
+        # a block with sums inside is several to who follows additions, and one that ranks do not share is like others
+        if structure is None or len(structure.starts) != len(self.blocks) or any(b.local for b in self.blocks):
+            kept = {layer: [True] * len(list(of)) for layer, of in groupby(self.blocks, lambda block: block.layer)}
+            mix, exact = (_modes(len(decoder_layers(model)), passes, kept) for passes in both)
+            return WithheldReference(model, self.blocks, mix, self.ranks, exact=exact, whole=whole)
+        mix, exact = (layer_modes(model, passes, whole, structure) for passes in both)
+        return PerRankReference(model, mix, self.ranks, exact=exact, whole=whole)
 
     @property
     def _of_all_tokens(self) -> list[Any]:
@@ -108,9 +125,18 @@ def reference_of(program: Program, passes: Sequence[Any]) -> ModelReference:
             names = f"{approximating[0].name} and {p.name}"
             raise RewriterError(f"{names}: no independent reference of the two together. Use --verify none")
     ranks = program.mesh["tp"] if any(p.scope == "per_rank" for p in passes) else 1
+    blocks = block_ends(program)
     if ranks == 1:
-        return ModelReference(approximating, 1, ())
-    return ModelReference(approximating, ranks, _whole(program), _reordered(program, passes))
+        return ModelReference(approximating, 1, (), blocks)
+    return ModelReference(approximating, ranks, _whole(program), blocks, _reordered(program, passes))
+
+
+def block_ends(program: Program) -> list[BlockEnds]:
+    """The blocks of the model that `program` was traced from."""
+    origin = program.origin or program
+    return [
+        BlockEnds(block.layer, *write_calls(block, origin.modules), block.local) for block in residual_blocks(origin)
+    ]
 
 
 def _reordered(program: Program, passes: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -139,11 +165,15 @@ def _whole(program: Program) -> tuple[str, ...]:
     return tuple(path for path in dict.fromkeys(called) if not any(name.startswith(f"{path}.") for name in split))
 
 
-def layer_modes(model: PreTrainedModel, passes: Sequence[Any], whole: Sequence[str]) -> dict[int, LayerMode]:
-    """The mode of every layer that a pass selects."""
-    structure = find_structure(model)
-    reducing = _reducing(model, structure, whole)
-    count = max(structure.layers) + 1
+def layer_modes(
+    model: PreTrainedModel, passes: Sequence[Any], whole: Sequence[str], structure: Structure | None = None
+) -> dict[int, LayerMode]:
+    """The mode of every layer that a pass selects, in a model whose stream can be followed."""
+    structure = structure or find_structure(model)
+    return _modes(max(structure.layers) + 1, passes, _reducing(model, structure, whole))
+
+
+def _modes(count: int, passes: Sequence[Any], reducing: Mapping[int, list[bool]]) -> dict[int, LayerMode]:
     modes: dict[int, LayerMode] = {}
     for rewrite in passes:
         modes |= {n: LayerMode(**mode) for n, mode in rewrite.reference_modes(count, reducing).items()}

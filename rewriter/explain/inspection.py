@@ -28,8 +28,8 @@ from rewriter.ir.communication import by_layer, by_place, collectives, quantized
 from rewriter.ir.layer_plan import BlockPlan, layer_plans
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.phases import prompt_phase
-from rewriter.ir.residual import annotate, stream_values
 from rewriter.ir.sequence_plan import KINDS
+from rewriter.ir.stream import why_no_stream
 from rewriter.passes.phases import exact_wiring
 from rewriter.passes.placement.rank_memory import memory
 from rewriter.passes.sequence.distributed_attention import ALGORITHMS, AttentionShape
@@ -152,7 +152,7 @@ def _applied(
     original: Program, standard: Program, recipe: Recipe | None, tp: int, sp: int
 ) -> tuple[Program | None, list[dict[str, str]]]:
     """(the program that the recipe makes, rules), without a program where the model has no stream to apply it to."""
-    no_stream = _why_no_stream(original)
+    no_stream = why_no_stream(original)
     if recipe is None:
         return None, [] if no_stream is None else [{"rule": "residual stream", "reason": no_stream}]
     try:
@@ -163,16 +163,6 @@ def _applied(
             raise
         return None, [{"rule": recipe.name, "reason": f"not applied. {error}"}]
     return after, [*rules, *({"rule": name, "reason": reason} for name, reason in skipped)]
-
-
-def _why_no_stream(program: Program) -> str | None:
-    if stream_values(program.graph):
-        return None
-    try:
-        annotate(program.edit()[0], program.source.num_layers)
-    except RewriterError as error:
-        return str(error)
-    return None
 
 
 def _blocks(program: Program) -> list[dict[str, Any]]:

@@ -27,11 +27,12 @@ from rewriter.ir.structure import (
     put_after,
     reachable,
     walk_modules,
+    wiring_tensors,
 )
 
 __all__ = [
     "SPLAT", "Body", "ChildInput", "LayerArgument", "LayerSource", "Leaf", "Module", "Opaque", "Parameter",
     "PassRecord", "Program", "PythonCall", "Shape", "Source", "args_of", "bypass", "called_module", "copy_graph",
     "drop_dead_nodes", "edit_bodies", "nodes_inside", "parameters_of", "placeholders", "put_after", "reachable",
-    "walk_modules",
+    "walk_modules", "wiring_tensors",
 ]  # fmt: skip

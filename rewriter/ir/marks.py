@@ -59,9 +59,13 @@ class Marks:
 
     Of wiring nodes:
     `layer`: the decoder layer, None outside the layers.
+    `hidden`: the hidden state that the first layer is given. `handed_on`: what a layer returns beside its own.
     `stream`: this value is number 0 (what the first block reads), 1, 2, … of the residual stream.
     `mode`, on a stream value: how the block that wrote it is wired, where a pass changed that.
+    `local`, on a stream value: ranks do not share the block that wrote it, so that it has no sum over them.
     `block`: the residual block that a node between two stream values belongs to.
+    `carry`: the block which carries the stream on by this value, or scales what it writes by it: made of the newest
+    value of the stream, whatever the block reads. With `block` as well, the block also reads through it.
     `writes`: the block whose write into the stream this node carries.
     `reads`, on a value that a pass made for blocks to read: the stream value that it stands for.
     `dropped`: a rank's own part of a sum whose reduction a pass left out.
@@ -77,9 +81,13 @@ class Marks:
     """
 
     layer: int | None = None
+    hidden: bool = False
+    handed_on: bool = False
     stream: int | None = None
     mode: Mode | None = None
+    local: bool = False
     block: int | None = None
+    carry: int | None = None
     writes: int | None = None
     reads: int | None = None
     dropped: bool = False

@@ -194,7 +194,8 @@ METHODS: Mapping[str, Any] = MappingProxyType(
     {
         "add": aten.add.Tensor, "add_": aten.add.Tensor, "mul": aten.mul.Tensor, "mul_": aten.mul.Tensor,
         "div": aten.div.Tensor, "div_": aten.div.Tensor, "view": aten.reshape.default,
-        "reshape": aten.reshape.default, "transpose": aten.transpose.int, "to": aten.to.dtype,
+        "reshape": aten.reshape.default, "transpose": aten.transpose.int, "to": aten.to.dtype, "float": aten.to.dtype,
+        "unsqueeze": aten.unsqueeze.default, "flatten": aten.flatten.using_ints,
     }
 )  # fmt: skip
 _UNKNOWN = Operator("pointwise")
@@ -296,8 +297,13 @@ def factors_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def data_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values flow into a node's result: the others lend a dtype only."""
+    """The nodes whose values flow into a node's result: the others lend a dtype or sizes only."""
     row = operator_of(node)
     if row is None or row.data is None:
-        return node.all_input_nodes
+        return [n for n in node.all_input_nodes if not asks(n)]
     return [n for n in (args_of(node)[i] for i in row.data) if isinstance(n, fx.Node)]
+
+
+def asks(node: fx.Node) -> bool:
+    """True if a node of a layer's wiring is the shape, a size or the dtype of a value."""
+    return node.target is getattr or (node.op, node.target) == ("call_method", "size")

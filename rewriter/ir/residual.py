@@ -1,12 +1,12 @@
 """The residual stream: which values it takes, and which block reads and writes where.
 
-`annotate` finds the stream once, in the wiring as traced, and leaves marks (`rewriter.ir.marks`) that passes keep, so
-that `residual_blocks` also reads rewired programs.
+`rewriter.ir.stream.annotate` finds the stream once, in the wiring as traced, and leaves marks (`rewriter.ir.marks`)
+that passes keep, so that `residual_blocks` also reads rewired programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from torch import fx
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of, nodes_inside, ops, reachable
-from rewriter.ir.marks import STANDARD, Mode, in_stream, layer_of, mark, marks, stream_index
+from rewriter.ir.marks import STANDARD, Mode, in_stream, layer_of, marks, stream_index
 from rewriter.ir.op_semantics import function_of
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
@@ -23,9 +23,10 @@ BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block: `stream[index + 1] = carried + Σ writes`.
+    """One residual block: `stream[index + 1] = Σ carried + Σ writes`, X' = K(X) + b(X) ⊗ F.
 
-    `carried` is stream[index] (`skip`) itself, or a multiple of it by numbers.
+    `carried` are made of stream[index] (`skip`) alone: K(X), most often `skip` itself. `local`: ranks do not share what
+    it computes, so that it has no sum over them.
 
     `reads` are the stream indices that its branch starts from: (index,) in a standard model. `branch` are the wiring
     nodes from the reads to the writes, in order. `path` names its main module. In a desynced block the writes are what
@@ -38,19 +39,12 @@ class Block:
     path: str
     add: fx.Node
     skip: fx.Node
-    carried: fx.Node
+    carried: tuple[fx.Node, ...]
     writes: tuple[fx.Node, ...]
     reads: tuple[int, ...]
     branch: tuple[fx.Node, ...]
     mode: Mode = STANDARD
-
-
-class NoStream(RewriterError):
-    """A model has no residual stream: `node` of its wiring should be a value of it, and is no sum."""
-
-    def __init__(self, message: str, node: fx.Node) -> None:
-        super().__init__(message)
-        self.node = node
+    local: bool = False
 
 
 def is_add(node: fx.Node) -> bool:
@@ -68,65 +62,27 @@ def is_scaling(node: fx.Node) -> bool:
     return not aten_operator and function_of(node) in ("mul", "div") and len(node.all_input_nodes) == 1
 
 
-def annotate(graph: fx.Graph, num_layers: int) -> None:
-    """Mark the residual stream of a wiring as traced. Raises RewriterError when the model has none."""
-    nodes = list(graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
-    ancestors: dict[fx.Node, int] = {}
-    for i, node in enumerate(nodes):
-        bits = 1 << i
-        for source in node.all_input_nodes:
-            bits |= ancestors[source]
-        ancestors[node] = bits
-    last = [n for n in nodes if marks(n).layer == num_layers - 1]
-    if not last:
-        raise RewriterError("the model has no decoder layers in its wiring")
-    value = last[-1]
-    stream: list[tuple[fx.Node, fx.Node]] = []
-    while marks(value).layer is not None:
-        terms = terms_of(value)
-        skips = [t for t in terms if all(u is t or ancestors[u] >> position[_unscaled(t)] & 1 for u in terms)]
-        if len(set(terms)) < 2 or not skips:
-            where = f"the output of {value.target}" if value.op == "call_module" else f"the result of {value.name}"
-            raise NoStream(
-                f"no residual stream: in layer {layer_of(value)}, {where} is not the sum of an earlier value and "
-                "what was computed from it. Post-norm models have none; there is nothing to rewire.",
-                value,
-            )
-        stream.append((value, skips[0]))
-        value = _unscaled(skips[0])
-    mark(value, stream=0)
-    for index, (node, _) in enumerate(reversed(stream), start=1):
-        mark(node, stream=index)
-    for index, (node, skip) in enumerate(reversed(stream)):
-        branch, _ = _branch(index, [t for t in terms_of(node) if t is not skip], position)
-        for inner in (*branch, *_inner_sums(node)):
-            mark(inner, block=index)
+def terms_of(value: fx.Node, through: Collection[fx.Node] = ()) -> list[fx.Node]:
+    """The summands of an add; an inner sum that nothing else reads is taken apart.
 
-
-def terms_of(value: fx.Node) -> list[fx.Node]:
-    """The summands of an add; an inner sum that nothing else reads is taken apart."""
+    Where all summands are among `through`, of those the first one that is a sum is taken apart as well: a layer may go
+    on from a sum before it adds more to it.
+    """
     if not is_add(value):
         return [value]
-    return [term for operand in args_of(value) for term in (terms_of(operand) if is_inner(operand) else [operand])]
-
-
-def _unscaled(term: fx.Node) -> fx.Node:
-    """The value of which `term` is a multiple by numbers."""
-    while is_scaling(term):
-        term = term.all_input_nodes[0]
-    return term
+    terms = [t for operand in args_of(value) for t in (terms_of(operand) if is_inner(operand) else [operand])]
+    while through and all(term in through for term in terms):
+        inner = next((term for term in terms if is_add(term) and not in_stream(term)), None)
+        if inner is None:
+            break
+        place = terms.index(inner)
+        terms[place : place + 1] = terms_of(inner)
+    return terms
 
 
 def is_inner(operand: fx.Node) -> bool:
     """True if a value is an add that one node reads, and no value of the stream."""
     return is_add(operand) and len(operand.users) == 1 and not in_stream(operand)
-
-
-def _inner_sums(value: fx.Node) -> list[fx.Node]:
-    """The adds that `terms_of` takes apart, without `value` itself."""
-    inner = [n for n in value.all_input_nodes if is_inner(n)] if is_add(value) else []
-    return inner + [n for i in inner for n in _inner_sums(i)]
 
 
 def stream_values(graph: fx.Graph) -> list[fx.Node]:
@@ -159,19 +115,26 @@ def blocks_of(graph: fx.Graph, modules: Mapping[str, Module]) -> tuple[Block, ..
     blocks = []
     for index in range(len(stream) - 1):
         skip, add = stream[index], stream[index + 1]
-        mode = marks(add).mode or STANDARD
+        mode, local = marks(add).mode or STANDARD, marks(add).local
+        inside = members.get(index, [])
+        terms = terms_of(add, inside)
         if mode.own_residual:
-            inside = members.get(index, [])
             writes = tuple(n for n in inside if any(marks(u).block != index for u in n.users))
         else:
-            writes = tuple(t for t in terms_of(add) if _unscaled(t) is not skip)
-        carried = next((t for t in terms_of(add) if _unscaled(t) is skip), skip)
+            writes = tuple(t for t in terms if t is not skip and marks(t).carry is None)
+        carried = tuple(t for t in terms if t is skip or marks(t).carry is not None) or (skip,)
         branch, reads = _branch(index, writes, order)
         calls = [n for n in branch if n.op == "call_module"]
         kind, main = _kind(modules, calls)
-        path = str(main.target).rpartition(".")[0] if kind == "parallel" else str(main.target)
-        blocks.append(Block(index, layer_of(main), kind, path, add, skip, carried, writes, reads, branch, mode))
+        path = _layer_path(main) if kind == "parallel" else str(main.target)
+        blocks.append(Block(index, layer_of(main), kind, path, add, skip, carried, writes, reads, branch, mode, local))
     return tuple(blocks)
+
+
+def _layer_path(node: fx.Node) -> str:
+    """The path of the module around a call of a child; of an item of a list, around the list."""
+    parent, _, name = str(node.target).rpartition(".")
+    return parent.rpartition(".")[0] if name.isdecimal() else parent
 
 
 def _branch(
@@ -180,17 +143,28 @@ def _branch(
     """(nodes of block `index` between the stream and the writes in graph order, stream indices read)."""
 
     def inside(node: fx.Node) -> bool:
-        own = marks(node).layer is not None and marks(node).block in (None, index)
-        return own and node.op != "placeholder" and read_index(node) is None
+        own = marks(node).layer is not None and marks(node).block in (None, index) and not is_carry(node)
+        return own and node.op != "placeholder" and read_index(node, index) is None
 
     nodes = reachable(writes, lambda node: node.all_input_nodes if inside(node) else ())
-    reads = {read for node in nodes if (read := read_index(node)) is not None}
+    reads = {read for node in nodes if (read := read_index(node, index)) is not None}
     return tuple(sorted(filter(inside, nodes), key=order.__getitem__)), tuple(sorted(reads))
 
 
-def read_index(node: fx.Node) -> int | None:
-    """Index of the stream value that a node is, or stands for where a block reads it; None for every other node."""
-    return marks(node).reads if marks(node).stream is None else marks(node).stream
+def is_carry(node: fx.Node) -> bool:
+    """True if a value is made for what a block carries on or scales by, and for nothing that it reads."""
+    return marks(node).carry is not None and marks(node).block is None
+
+
+def read_index(node: fx.Node, block: int | None = None) -> int | None:
+    """Index of the stream value that a node is, or stands for where a block reads it; None for every other node.
+
+    What another block than number `block` carries on, where one is named, stands for the value that it carries.
+    """
+    own = marks(node)
+    if own.stream is None and own.reads is None:
+        return own.carry if block is not None and own.carry != block else None
+    return own.reads if own.stream is None else own.stream
 
 
 def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKind, fx.Node]:
@@ -204,11 +178,11 @@ def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKin
             kinds.setdefault("attention", node)
             if isinstance(module, Body) and len(module.merged) > 1:
                 return "parallel", node
-        elif _has_experts(module):
+        elif has_experts(module):
             kinds.setdefault("moe", node)
         elif isinstance(module, Opaque) or carries_state(module):
             kinds.setdefault("mixer", node)
-        elif _has_projection(module):
+        elif has_projection(module):
             kinds.setdefault("mlp", node)
     if "attention" in kinds and {"moe", "mlp"} & kinds.keys():
         return "parallel", kinds["attention"]
@@ -228,19 +202,19 @@ def carries_state(module: Module) -> bool:
     return any(node.target in ops.RECURRENT for _, node in nodes_inside(module))
 
 
-def _has_experts(module: Module) -> bool:
+def has_experts(module: Module) -> bool:
     return any(node.target is ops.experts for _, node in nodes_inside(module))
 
 
-def _has_projection(module: Module) -> bool:
+def has_projection(module: Module) -> bool:
     if isinstance(module, Leaf):
         return "Linear" in module.kind or "Conv1D" in module.kind
-    return any(map(_has_projection, module.modules.values()))
+    return any(map(has_projection, module.modules.values()))
 
 
 def computes(module: Module) -> bool:
     """True if it multiplies by weight matrices, in contrast to norms and glue."""
-    return _has_projection(module) or _has_experts(module)
+    return has_projection(module) or has_experts(module)
 
 
 def weighted_modules(block: Block, modules: Mapping[str, Module]) -> list[str]:

@@ -157,7 +157,8 @@ class Source:
 
     `layer_class` and what follows from it are those of the first layer. `layer_classes` are all, the first one's
     first, and `layer_kinds` says of every layer which it is; `absent` are the arguments that each layer was traced
-    without, because the model leaves them None. `fp32`: by the model's dtype ("bfloat16", "float16"), regular
+    without, because the model leaves them None, and `returns` the length of the tuple that it returns, None where it
+    returns the hidden state alone. `fp32`: by the model's dtype ("bfloat16", "float16"), regular
     expressions for the names of parameters that transformers has in fp32 then. `unused` are the tensors of the
     checkpoint (what quantized ones stand for) that no parameter is made of. `by_length`: what a token computes depends
     on the length of its call (rotary scaling), and `renewed_after` says after how many tokens generation computes what
@@ -180,6 +181,7 @@ class Source:
     layer_classes: tuple[LayerSource, ...]
     layer_kinds: tuple[int, ...]
     absent: tuple[tuple[str, ...], ...]
+    returns: tuple[int | None, ...]
     remote_code: bool = False
     fp32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
@@ -213,6 +215,7 @@ class Parameter:
 
     When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared`
     says that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
+    `buffer`: checkpoints hold it and training leaves it alone, of a layer's own tensors (`wiring_tensors`).
     `parts` are the runtime names, as traced, of the parameters that a pass laid one after the other along `dim`; of one
     that is tied to a parameter with which nothing is computed, the name of that.
     """
@@ -224,6 +227,7 @@ class Parameter:
     ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
     shared: bool = False
     parts: tuple[str, ...] = ()
+    buffer: bool = False
 
     def on_rank(self, rank: int) -> Expression:
         """The expression of this rank's part. Raises RewriterError when no checkpoint was read."""
@@ -300,6 +304,12 @@ def walk_modules(modules: Mapping[str, Module]) -> Iterator[tuple[str, Module]]:
         if isinstance(module, Body):
             for inner, child in walk_modules(module.modules):
                 yield f"{path}.{inner}", child
+
+
+def wiring_tensors(graph: fx.Graph, modules: Mapping[str, Module]) -> list[str]:
+    """Full names of the tensors that a wiring reads and no module of it holds: the layers' own, in order."""
+    read = dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "get_attr")
+    return [name for name in read if not any(name.startswith(f"{path}.") for path in modules)]
 
 
 def nodes_inside(module: Module, path: str = "") -> Iterator[tuple[str, fx.Node]]:

@@ -13,7 +13,7 @@ from torch import fx
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Parameter, Program, ops
 from rewriter.ir.communication import local_values
-from rewriter.ir.marks import UNSCHEDULED, Marks, Mode, in_stream, mark, marks, new_call, set_marks
+from rewriter.ir.marks import UNSCHEDULED, Marks, Mode, mark, marks, new_call
 from rewriter.ir.op_semantics import aten
 from rewriter.ir.residual import Block, blocks_of, computes
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
@@ -21,6 +21,8 @@ from rewriter.passes.phases import PhasedPass
 from rewriter.passes.placement.units import AXIS, equal_runs
 from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
+    carried_on,
+    carries_by_constants,
     check_ranks,
     chosen_blocks,
     is_reduced,
@@ -215,6 +217,7 @@ class _PerRankStream:
 
     def through(self, block: Block, keep: bool) -> None:
         reduced, whole = split_writes(block, self.modules, self.name)
+        self._require_linear(block)
         current, self.block = self.current or block.skip, block
         if not self.varying and (keep or not reduced):
             mark(block.add, mode=KEEP)
@@ -237,21 +240,28 @@ class _PerRankStream:
         replace_stream_value(block.add, value, mode)
         self.current = value
 
+    def _require_linear(self, block: Block) -> None:
+        """Raise RewriterError where ranks that hold different values cannot agree by one sum of the block's width."""
+        if not carries_by_constants(block):
+            raise RewriterError(
+                f"{self.name}: block {block.path} carries the residual stream on by more than stored factors (it norms "
+                "it, or mixes several streams by weights that depend on it): with a residual of each rank's own the "
+                "mean is another model, or ranks would have to send every stream to agree again. Use ladder, or leave "
+                "its layer out of the selection"
+            )
+
     def _carried(self, value: fx.Node) -> fx.Node:
         """`value` times what the block multiplies the stream by, before it adds to it."""
-        scalings, node = [], self.block.carried
-        if self.waiting and node is not self.block.skip and not in_stream(node):
+        block = self.block
+        if block.carried == (block.skip,):
+            return value
+        if self.waiting:
             raise RewriterError(
-                f"{self.name}: block {self.block.path} multiplies the stream while sums wait to be normed: keep the "
+                f"{self.name}: block {block.path} multiplies the stream while sums wait to be normed: keep the "
                 "reduction before it, or use resync: mean"
             )
-        while node is not self.block.skip and not in_stream(node):  # skip itself may have been replaced
-            scalings.append(node)
-            node = node.all_input_nodes[0]
-        for scaling in reversed(scalings):
-            value = self.graph.node_copy(scaling, lambda _, value=value: value)  # type: ignore[misc]
-            set_marks(value, Marks(layer=self.block.layer, writes=self.block.index))
-        return value
+        record = Marks(layer=block.layer, writes=block.index)
+        return carried_on(block, value, record)[0]
 
     def _dropped(self, current: fx.Node, reduced: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
         parts = [partial_of(w, self.block) for w in reduced]

@@ -51,7 +51,7 @@ class ParallelBlock(PhasedPass):
                     "out of the selection."
                 )
             for block in members:
-                if block.carried is not block.skip:
+                if block.carried != (block.skip,):
                     raise RewriterError(f"parallel_block: block {block.path} scales the stream before it adds to it")
         graph, _ = program.edit()
         blocks = blocks_of(graph, program.modules)

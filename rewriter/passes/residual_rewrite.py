@@ -12,7 +12,7 @@ all-reduce) where it meets a local value: residuals, norm weights, latent projec
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,8 +39,9 @@ from rewriter.ir import (
 from rewriter.ir.communication import local_values
 from rewriter.ir.labels import is_tensor, tensor_inputs
 from rewriter.ir.marks import STANDARD, Marks, Mode, in_stream, mark, marks, new_call, set_marks, stream_index
-from rewriter.ir.op_semantics import ends_collective, kind_of
-from rewriter.ir.residual import Block, annotate, blocks_of, computes, is_scaling, read_index, stream_values
+from rewriter.ir.op_semantics import data_of, ends_collective, function_of, kind_of
+from rewriter.ir.residual import Block, blocks_of, computes, is_scaling, read_index, stream_values
+from rewriter.ir.stream import weighs, why_no_stream
 from rewriter.passes.placement.placement_state import copied_to_group, differentiable
 from rewriter.passes.placement.units import AXIS
 from rewriter.passes.selection import ALL, Selection, resolve, spans
@@ -58,8 +59,7 @@ def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block
         raise RewriterError(f"{name}: layers={layers!r} selects no layer of {program.source.num_layers}")
     blocks = blocks_of(program.graph, program.modules)
     if not blocks:
-        annotate(program.edit()[0], program.source.num_layers)  # raises, saying where the stream ends
-        raise RewriterError(f"{name}: the model has no residual stream")
+        raise RewriterError(why_no_stream(program) or f"{name}: the model has no residual stream")
     selected = tuple(b for b in blocks if b.layer in chosen)
     if layers != ALL and (lacking := chosen - {b.layer for b in selected}):
         raise RewriterError(
@@ -96,37 +96,58 @@ def check_ranks(program: Program, name: str) -> int:
 
 
 def is_reduced(write: fx.Node) -> bool:
-    """True if a write is a sum over ranks, possibly times numbers."""
-    return write.target is ops.all_reduce or (_is_linear(write) and is_reduced(write.all_input_nodes[0]))
+    """True if a write is a sum over ranks, possibly times factors that do not depend on it."""
+    if write.target is ops.all_reduce:
+        return True
+    source = _linear_in(write)
+    return source is not None and is_reduced(source)
 
 
-def _is_linear(node: fx.Node) -> bool:
-    # what else these are given is numbers
-    return is_scaling(node) or kind_of(node) in ("view", "cast") or node.target in (ops.copy_to_group, ops.agreed)
+def _linear_in(node: fx.Node) -> fx.Node | None:
+    """The one value in which `node` is linear: the others are numbers, and factors that the block scales by."""
+    sources = [n for n in data_of(node) if not is_factor(n)]
+    moves = is_scaling(node) or kind_of(node) in ("view", "cast") or node.target in (ops.copy_to_group, ops.agreed)
+    scales = function_of(node) == "mul" or (function_of(node) == "div" and args_of(node)[0] in sources)
+    return sources[0] if len(sources) == 1 and (moves or scales) else None
+
+
+def is_factor(node: fx.Node) -> bool:
+    """True if a value of a layer's wiring scales what a block carries or writes: a stored tensor, or K and b of it."""
+    if node.target is ops.copy_to_group:
+        return is_factor(args_of(node)[0])
+    return node.op == "get_attr" or marks(node).carry is not None
 
 
 def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:
-    """True if a write is a sum over ranks, times numbers or normed."""
+    """True if a write is a sum over ranks, times factors or normed."""
     while write.target is not ops.all_reduce:
-        module = modules[str(write.target)] if write.op == "call_module" else None
-        norms = module is not None and not isinstance(module, Opaque) and not computes(module)
-        if not (_is_linear(write) or (norms and len(write.all_input_nodes) == 1)):
-            return False
-        write = write.all_input_nodes[0]
+        source = _linear_in(write)
+        if source is None:
+            module = modules[str(write.target)] if write.op == "call_module" else None
+            norms = module is not None and not isinstance(module, Opaque) and not computes(module)
+            if not norms or len(write.all_input_nodes) != 1:
+                return False
+            source = write.all_input_nodes[0]
+        write = source
     return True
 
 
-def made_of(write: fx.Node, value: fx.Node, **other_marks: Any) -> fx.Node:
-    """The nodes of a reduced `write` after its sum, applied to `value` instead: multiples and norms, where the graph
-    inserts."""
+def made_of(write: fx.Node, value: fx.Node, enters: bool = False, **other_marks: Any) -> fx.Node:
+    """The nodes of a reduced `write` after its sum, applied to `value` instead: products and norms, where the graph
+    inserts. With `enters`, `value` differs by rank, and the factors that all ranks share enter as copies."""
     if write.target is ops.all_reduce:
         return value
-    source = write.all_input_nodes[0]
-    inner = made_of(source, value, **other_marks)
+    source = _linear_in(write) or write.all_input_nodes[0]
+    inner = made_of(source, value, enters, **other_marks)
     if write.target in (ops.copy_to_group, ops.agreed):
         return inner
-    made = write.graph.node_copy(write, lambda n: inner if n is source else n)
-    set_marks(made, replace(marks(write).only("layer", "python"), **other_marks))
+    given = {source: inner}
+    record = replace(marks(write).only("layer", "python"), **other_marks)
+    for factor in data_of(write):
+        if enters and factor not in given and write.op != "call_module":
+            given[factor] = new_call(write.graph, record, ops.copy_to_group, factor, AXIS)
+    made = write.graph.node_copy(write, lambda n: given.get(n, n))
+    set_marks(made, record)
     return made
 
 
@@ -136,7 +157,7 @@ def partial_of(write: fx.Node, block: Block) -> fx.Node:
     A norm gives its result a size of its own, so that of a part stands for all of the write.
     """
     with write.graph.inserting_before(write.next):
-        return made_of(write, part_of(write), block=block.index)
+        return made_of(write, part_of(write), enters=True, block=block.index)
 
 
 def part_of(write: fx.Node) -> fx.Node:
@@ -148,7 +169,7 @@ def part_of(write: fx.Node) -> fx.Node:
 def sum_in(write: fx.Node) -> fx.Node:
     """The all-reduce in a reduced write; its options are its format, none where it is exact."""
     while write.target is not ops.all_reduce:
-        write = write.all_input_nodes[0]
+        write = _linear_in(write) or write.all_input_nodes[0]
     return write
 
 
@@ -185,43 +206,136 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
 
     Transitions (Ladder Residual, section 4.2 and Alg. 1): a ladder block reads the stream one block earlier. After a
     block of another ladder variant, or a desynced one, it reads everything. An own-partial block reads the same, plus
-    what this rank itself contributed in between.
+    what this rank itself contributed in between. A block that ranks do not share has no sum that could be late: the
+    block after it reads what it wrote, and misses the last sum before it.
     """
-    blocks, stream = blocks_of(graph, program.modules), stream_values(graph)
-    bound = {b.index for b in blocks if b.mode.own_residual}
+    blocks = blocks_of(graph, program.modules)
+    reads = _LateReads(program, graph, blocks, name)
     for block in blocks:
-        if block.mode.reads == "newest":
-            continue
-        before = blocks[block.index - 1] if block.index else None
-        other = before is not None and before.mode != block.mode
-        if before is None or (other and (before.mode.own_residual or before.mode.reads != "newest")):
-            value = stream[block.index]
-        elif block.mode.reads == "earlier":
-            value = before.skip
-        else:
-            value = _with_own_partial(before, block, program.modules, name)
-            bound.add(before.index)
-            if value is not before.add and split_writes(block, program.modules, name)[1]:
-                raise RewriterError(
-                    f"{name}: block {block.path} could not be split, so every rank computes all of it: from its own "
-                    "partial sum each would get another result. Leave its layer out of the selection."
-                )
-        reads = _reads(block)
-        if in_stream(value) and not all(in_stream(source) for _, source in reads):
-            # an earlier pass made its modules fit for values that differ by rank: gradients are summed before them
-            with graph.inserting_before(reads[0][0]):
-                record = Marks(layer=block.layer, reads=stream_index(value))
-                value = new_call(graph, record, ops.copy_to_group, value, AXIS)
-        for node, source in reads:
-            node.replace_input_with(source, value)
+        if block.mode.reads != "newest":
+            reads.settle(block)
     drop_dead_nodes(graph)
+    bound = {b.index for b in blocks if b.mode.own_residual} | reads.bound
     return _with_own_residuals(program, graph, bound)
+
+
+class _LateReads:
+    """Gives ladder blocks what they read. `bound` are the blocks of which a rank's own part is read."""
+
+    def __init__(self, program: Program, graph: fx.Graph, blocks: Sequence[Block], name: str) -> None:
+        self.program, self.graph, self.blocks, self.name = program, graph, blocks, name
+        self.stream = stream_values(graph)
+        self.bound: set[int] = set()
+        self.replayed: dict[tuple[int, fx.Node], fx.Node] = {}
+
+    def settle(self, block: Block) -> None:
+        """Let `block` read late."""
+        value = self._late(block.index, block)
+        reads = _reads(block)
+        if value in self.stream and not all(in_stream(source) for _, source in reads):
+            # an earlier pass made its modules fit for values that differ by rank: gradients are summed before them
+            with self.graph.inserting_before(reads[0][0]):
+                record = Marks(layer=block.layer, reads=stream_index(value))
+                value = new_call(self.graph, record, ops.copy_to_group, value, AXIS)
+        self._read(block, value)
+
+    def _late(self, index: int, reader: Block) -> fx.Node:
+        """What a block in the place `index` reads late, where a block of the mode of `reader` does."""
+        before = self.blocks[index - 1] if index else None
+        other = before is not None and before.mode != reader.mode
+        if before is None or (other and (before.mode.own_residual or before.mode.reads != "newest")):
+            return self.stream[index]
+        if before.local:
+            earlier = self._late(before.index, reader)
+            return self.stream[index] if earlier is self.stream[before.index] else self._replay(before, earlier)
+        if reader.mode.reads == "earlier":
+            return before.carried[0] if len(before.carried) == 1 else self._sum(before)
+        value = _with_own_partial(before, reader, self.program.modules, self.name)
+        self.bound.add(before.index)
+        if value is not before.add and split_writes(reader, self.program.modules, self.name)[1]:
+            raise RewriterError(
+                f"{self.name}: block {reader.path} could not be split, so every rank computes all of it: from its own "
+                "partial sum each would get another result. Leave its layer out of the selection."
+            )
+        return value
+
+    def _sum(self, block: Block) -> fx.Node:
+        """K(X) of a block that carries several values on."""
+        record = Marks(layer=marks(block.add).layer, carry=block.index)
+        total, *others = block.carried
+        with self.graph.inserting_before(block.add):
+            for term in others:
+                total = new_call(self.graph, record, operator.add, total, term)
+        return total
+
+    def _replay(self, block: Block, earlier: fx.Node) -> fx.Node:
+        """What a block that ranks do not share makes of the stream, with `earlier` in place of what it carries on."""
+        key = (block.index, earlier)
+        if key not in self.replayed:
+            record = Marks(layer=marks(block.add).layer, reads=_stands_for(earlier))
+            with self.graph.inserting_before(block.add.next):
+                total, *others = carried_on(block, earlier, record)
+                for term in (*others, *block.writes):
+                    total = new_call(self.graph, record, operator.add, total, term)
+            self.replayed[key] = total
+        return self.replayed[key]
+
+    def _read(self, block: Block, value: fx.Node) -> None:
+        """Let what `block` computes with weights read `value`, and all else of it the newest value of the stream."""
+        inside, modules = set(block.branch), self.program.modules
+        work = [n for n in block.branch if n.op == "call_module" and weighs(modules[str(n.target)])]
+        late = set(reachable(work, lambda n: (s for s in n.all_input_nodes if s in inside)))
+        given = {source: value for _, source in _reads(block)}
+        for node in block.branch:
+            if node not in late:
+                continue
+            if marks(node).carry is None:
+                for source in set(node.all_input_nodes).intersection(given):
+                    node.replace_input_with(source, given[source])
+                continue
+            with self.graph.inserting_after(node):
+                given[node] = self.graph.node_copy(node, lambda n: given.get(n, n))
+            mark(given[node], carry=None)
+            mark(node, block=None)
+
+
+def carried_on(block: Block, value: fx.Node, record: Marks) -> list[fx.Node]:
+    """What `block` carries on of the stream, K, applied to `value` instead, where the graph inserts."""
+    made: dict[fx.Node, fx.Node] = {block.skip: value}
+
+    def of(node: fx.Node) -> fx.Node:
+        if in_stream(node):  # the value that the block skips may be another one by now
+            return value
+        if node not in made and marks(node).carry == block.index and node.all_input_nodes:
+            inputs = {n: of(n) for n in node.all_input_nodes}
+            made[node] = node
+            if any(new is not old for old, new in inputs.items()):
+                made[node] = node.graph.node_copy(node, inputs.__getitem__)
+                set_marks(made[node], replace(record, python=marks(node).python))
+        return made.get(node, node)
+
+    return [of(term) for term in block.carried]
+
+
+def carries_by_constants(block: Block) -> bool:
+    """True if a block carries the stream on times stored factors and numbers, and scales what it writes by such."""
+    own = [n for n in block.add.graph.nodes if marks(n).carry == block.index]
+    if any(n.op != "get_attr" and _linear_in(n) is None for n in own) or len(block.carried) > 1:
+        return False
+    on_way = reachable(block.carried, lambda n: () if n is block.skip else n.all_input_nodes)
+    return all(n in on_way or n.op == "get_attr" for n in own)
+
+
+def _stands_for(value: fx.Node) -> int | None:
+    """The number of the stream value that a node is, stands for, or carries on."""
+    index = read_index(value)
+    return marks(value).carry if index is None else index
 
 
 def _reads(block: Block) -> list[tuple[fx.Node, fx.Node]]:
     """(node of the block, what it reads of the stream), in order."""
     uses = ((node, source) for node in block.branch for source in node.all_input_nodes)
-    return [(node, source) for node, source in uses if source not in block.branch and read_index(source) is not None]
+    return [(node, s) for node, s in uses if s not in block.branch and read_index(s, block.index) is not None]
 
 
 def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module], name: str) -> fx.Node:
@@ -237,8 +351,8 @@ def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module]
     first, _ = _reads(block)[0]
     made = partial(new_call, graph, Marks(layer=block.layer, reads=before.index))
     with graph.inserting_before(first):
-        value = made(ops.copy_to_group, before.carried, AXIS)
-        for part in parts:
+        value, *others = (made(ops.copy_to_group, term, AXIS) for term in before.carried)
+        for part in (*others, *parts):
             value = made(operator.add, value, part)
         for write in whole:
             value = made(operator.add, value, made(ops.copy_to_group, write, AXIS))

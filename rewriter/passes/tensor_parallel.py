@@ -186,7 +186,7 @@ class _Sharder:
                     self._split_lookup(node, held(ranges))
                 else:
                     self._split_columns(node, ranges)
-                    put_after(node, ops.all_gather, AXIS, -1)
+                    self._stand_for(node, put_after(node, ops.all_gather, AXIS, -1))
                     self.counts["heads"] += 1
             self._shard(weight, Shard(0, ranges))
 
@@ -225,6 +225,11 @@ class _Sharder:
     def _reduce(self, node: fx.Node) -> None:
         total = put_after(node, ops.all_reduce, AXIS)
         set_marks(total, marks(node).only("layer", "block"))
+        self._stand_for(node, total)
+
+    @staticmethod
+    def _stand_for(node: fx.Node, total: fx.Node) -> None:
+        """Let `total`, which all ranks hold, be the value of the stream that `node` was."""
         if in_stream(node):
             mark(total, stream=marks(node).stream)
             mark(node, stream=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.tokenizer_code import own_code
-from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of
+from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of, wiring_tensors
 from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
@@ -73,14 +73,20 @@ def trace_skeleton(
     remote_code: bool = False,
 ) -> Program:
     """The Program of a model that is already built on meta. `ties` are by default those that its config asks for."""
-    graph, modules, absent = _traced(skeleton)
+    graph, modules, layers = _traced(skeleton)
     tied = tied_parameters(skeleton.model)
     ties = tied if ties is None else ties
     held = {f"{path}.{name}": shape for path, module in modules.items() for name, shape in parameters_of(module)}
+    held |= {name: _own_shape(skeleton, name) for name in wiring_tensors(graph, modules)}
     first = {name: ties.get(name, name) for name in held}  # by which the model knows it
     ties = _ties_among(held, ties)
     parameters = {
-        name: Parameter(shape, expressions.get(first[name]), parts=() if first[name] == name else (first[name],))
+        name: Parameter(
+            shape,
+            expressions.get(first[name]),
+            parts=() if first[name] == name else (first[name],),
+            buffer=name in skeleton.stored,
+        )
         for name, shape in held.items()
         if name not in ties
     }
@@ -96,10 +102,21 @@ def trace_skeleton(
             f"the checkpoint in {path} lacks {lacking[0]}, a buffer that {type(skeleton.model).__name__} computes "
             "with. Load and save the model with transformers once, which adds it."
         )
-    source = _source(absent, skeleton, path, remote_code)
+    source = _source(layers, skeleton, path, remote_code)
     if tied and not ties:  # the config would still say so, and not everything that reads it compares the weights
         source = replace(source, config={**source.config, "tie_word_embeddings": False})
     return Program(source, graph, modules, parameters, ties)
+
+
+def _own_shape(skeleton: Skeleton, name: str) -> tuple[int, ...]:
+    """The shape of a tensor that a layer itself computes with. Raises RewriterError where no checkpoint has it."""
+    buffers = dict(skeleton.model.named_buffers())
+    if name in buffers and skeleton.stored.get(name, False) is not None:
+        raise RewriterError(
+            f"{name}: a layer's own forward computes with this buffer, which no checkpoint holds in the model's dtype: "
+            "not supported yet"
+        )
+    return tuple((buffers[name] if name in buffers else skeleton.model.get_parameter(name)).shape)
 
 
 def _ties_among(held: Collection[str], ties: Mapping[str, str]) -> dict[str, str]:
@@ -110,8 +127,16 @@ def _ties_among(held: Collection[str], ties: Mapping[str, str]) -> dict[str, str
     return {name: first[ties[name]] for name in held if name in ties and first[ties[name]] != name}
 
 
-def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], tuple[tuple[str, ...], ...]]:
-    """The wiring, the modules that it calls, and the arguments that each layer is never given."""
+@dataclass(frozen=True)
+class _Layers:
+    """Per layer: the arguments that it is never given, and the length of the tuple that it returns (None: no tuple)."""
+
+    absent: tuple[tuple[str, ...], ...]
+    returns: tuple[int | None, ...]
+
+
+def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], _Layers]:
+    """The wiring, the modules that it calls, and what was seen of the layers."""
     # an error of a model's own code on meta tensors is the model's limit, not a crash
     hint = ". Its forward does something that needs values or a call form this version does not know."
     with (
@@ -126,10 +151,11 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], tuple[tupl
         graph, modules = wire(tracer, around)
     if around.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(around.constants)}), not supported yet")
-    return graph, modules, tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers)
+    absent = tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers)
+    return graph, modules, _Layers(absent, tuple(map(tracer.returned, skeleton.layers)))
 
 
-def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
+def _source(seen: _Layers, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
     model = skeleton.model
     config = json.loads(model.config.to_json_string(use_diff=False))
     kinds = {type(layer): layer for layer in skeleton.layers}
@@ -149,7 +175,8 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         layer_var_kwargs=classes[0].var_kwargs,
         layer_classes=classes,
         layer_kinds=tuple(list(kinds).index(type(layer)) for layer in skeleton.layers),
-        absent=absent,
+        absent=seen.absent,
+        returns=seen.returns,
         remote_code=remote_code,
         fp32=skeleton.fp32,
         by_length=by_length(model),

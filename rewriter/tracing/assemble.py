@@ -120,6 +120,11 @@ class ModelTracer:
                 self._wirings[key] = trace_wiring(layer, {**off, **self.absent[layer]}, inlined)
         return self._wirings[key]
 
+    def returned(self, layer: nn.Module) -> int | None:
+        """The length of the tuple that a layer returns; None where it returns the hidden state alone."""
+        result = args_of(self.wiring(layer).output_node())[0]
+        return len(result) if isinstance(result, (tuple, list)) else None
+
     def inline_child(self, index: int, name: str) -> bool:
         """From now on, trace the child `name` of layer `index`, and of others of its class, as part of the layer.
 

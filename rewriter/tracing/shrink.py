@@ -49,8 +49,9 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def depth(config: PreTrainedConfig) -> int:
     """Number of decoder layers. Raises RewriterError when the config does not say."""
     text = text_config(config)
-    # Some types compute it, and do not store it.
-    count = next((value for name in LAYERS if isinstance(value := getattr(text, name, None), int)), None)
+    # Some types compute it, and do not store it; or compute another number, of sublayers, under the usual name.
+    values = [*map(text.to_dict().get, LAYERS), *(getattr(text, name, None) for name in LAYERS)]
+    count = next((value for value in values if isinstance(value, int)), None)
     if count is None:
         raise RewriterError(
             f"model type {config.model_type!r}: its config names no number of layers, so it cannot be shrunken"

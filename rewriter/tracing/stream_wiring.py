@@ -15,10 +15,12 @@ from typing import Any
 from torch import fx
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import stream_width
 from rewriter.ir import SPLAT, Body, ChildInput, LayerArgument, Leaf, Module, PythonCall, args_of, drop_dead_nodes, ops
 from rewriter.ir.marks import layer_of, mark
 from rewriter.ir.op_semantics import kind_of
-from rewriter.ir.residual import NoStream, annotate, is_add
+from rewriter.ir.residual import is_add
+from rewriter.ir.stream import NoStream, annotate
 from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, residual_input
 from rewriter.tracing.interception import layer_number, tensors_of
 from rewriter.tracing.masks import refuse_unknown_masks
@@ -32,10 +34,11 @@ def wire(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, dict[
     A model without a residual stream is wired too: it can still be sharded, and a pass that needs the stream says why
     there is none.
     """
+    width = stream_width(tracer.model.config.to_dict()) or 0
     plain = graph, modules = _flat(tracer, around)
     while True:
         try:
-            annotate(graph, len(tracer.layers))
+            annotate(graph, modules, len(tracer.layers), width)
             return graph, modules
         except NoStream as error:
             if not _inline(tracer, error.node):
@@ -189,6 +192,8 @@ class _Layer:
     def place(self, arguments: list[fx.Node]) -> fx.Node:
         """`arguments` are the hidden state and the tensors of the layer's call; returns the layer's hidden output."""
         hidden, *tensors = arguments
+        if self.index == 0:
+            mark(hidden, hidden=True)
         _, rebuild = tensors_of(self.tracer.calls[self.layer])
         bound = bind(self.layer, *rebuild(tensors))
         env: dict[fx.Node, Any] = {}
@@ -217,10 +222,7 @@ class _Layer:
         unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
         args, kwargs = fx.map_arg(node.args, unwrapped.__getitem__), fx.map_arg(node.kwargs, unwrapped.__getitem__)
         if node.op == "get_attr":
-            raise RewriterError(
-                f"{self.path} computes with a tensor of its own, {node.target}, outside of its children: the wiring of "
-                "a layer cannot hold that yet"
-            )
+            return self._add("get_attr", f"{self.path}.{node.target}", (), {})
         if node.op == "call_method" and args[0] is None:
             raise RewriterError(
                 f"{self.path} calls {node.target} of what is None in this layer: its forward asks for that, which the "
@@ -235,7 +237,7 @@ class _Layer:
             return self._add("call_function", ops.type_as_model, (args[0], unwrapped[like]), {})
         if is_cast(node, TRACE_DTYPE):  # the trace's dtype stands for the model's: that of the layer's parameters
             return self._add("call_function", ops.type_as_model, (args[0], self._parameter()), {})
-        return self._add(node.op, node.target, args, kwargs)
+        return self._add(node.op, _PURE.get(node.target, node.target), args, kwargs)
 
     def _parameter(self) -> fx.Node:
         """A parameter of the layer, in the model's dtype."""
@@ -307,6 +309,10 @@ class _Layer:
         if not isinstance(tree, fx.Node):
             raise RewriterError(f"an input of {path} is computed inside the layer in a way that is not supported")
         return tree
+
+
+# a value of the stream may be read again after a layer changed it in place
+_PURE: dict[Any, Any] = {operator.imul: operator.mul, operator.itruediv: operator.truediv}
 
 
 class _Outputs:

@@ -26,7 +26,6 @@ from transformers.utils import logging as hf_logging
 from rewriter.check.comparison import DIFFERENT, RANKS, compare, exact_limit, relative_error
 from rewriter.check.coverage.configs import small_config
 from rewriter.check.coverage.report import PARTS, Coverage, explain
-from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.random_model import EAGER, build_model, random_ids, randomize, save_model
 from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.check.shrunken_check import apply_passes, candidates, test_lengths
@@ -167,7 +166,7 @@ class Subject:
             if not bool(original.isfinite().all()):
                 raise RewriterError("with large random weights the model's own logits are not finite")
             try:
-                rewired = _ladder(model, range(len(decoder_layers(model))))(ids)
+                rewired = ladder_reference(trace(self.config), range(len(decoder_layers(model))))(model, ids)
             except Exception:  # a model without reference still has a trace; the ladder's check says the reason
                 break
             if relative_error(rewired, original) >= DIFFERENT:
@@ -196,7 +195,7 @@ class Subject:
         every = self._layers()
         for layers in (set(every), set(every[1::2])):
             program = Ladder(sorted(layers)).apply(self.program)
-            reference = _ladder(self.model, layers)
+            reference = functools.partial(ladder_reference(self.program, layers), self.model)
             expected = [reference(ids) for ids in self.batches]
             self._require_different(expected)
             self._require(program, expected, reference, self.limit, "the ladder")
@@ -279,9 +278,9 @@ def shared_parameters(program: Program, ranks: int) -> float | None:
     return 1 - surplus / (ranks - 1) / total if total else None
 
 
-def _ladder(model: PreTrainedModel, layers: Collection[int]) -> PerRankReference:
-    """The ladder of the unmodified model on `layers`."""
-    return PerRankReference(model, dict.fromkeys(layers, LayerMode("ladder")), 1)
+def ladder_reference(program: Program, layers: Collection[int]) -> Callable[..., torch.Tensor]:
+    """The ladder on `layers` of the unmodified model that is given with its input."""
+    return reference_of(program, [Ladder(sorted(layers))]).logits
 
 
 def _require_equal(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:

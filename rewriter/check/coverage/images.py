@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rewriter.check.coverage.check import Subject, _require_equal, checked
+from rewriter.check.coverage.check import Subject, _require_equal, checked, ladder_reference
 from rewriter.check.coverage.configs import image_config
 from rewriter.check.coverage.report import Coverage
-from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.check.pictures import picture
 from rewriter.tracing.image_features import require_text_alone
 
@@ -69,6 +68,7 @@ class ImageSubject(Subject):
     def _pixels(self) -> None:
         inputs = picture(self.model)
         layers = {index for index, kind in enumerate(self.emitted.config.rewriter_layers) if kind.startswith("ladder")}
-        reference = PerRankReference(self.model, dict.fromkeys(layers, LayerMode("ladder")), 1)
-        expected, given = reference(**inputs), self.emitted(**inputs, use_cache=False).logits
+        ids = inputs.pop("input_ids")
+        expected = ladder_reference(self.program, layers)(self.model, ids, given=inputs)
+        given = self.emitted(input_ids=ids, **inputs, use_cache=False).logits
         _require_equal(given, expected, self.limit, "with a picture, what is emitted")

@@ -235,7 +235,9 @@ class _HuggingFaceLayers:
         for node in takes[1:]:
             self.names[node] = self.unique.new("earlier_states")
         for node in inside:
-            if not self._is_inlined(node):
+            if node.op == "get_attr":
+                self.names[node] = self._expression(node, {})
+            elif not self._is_inlined(node):
                 self._node(node)
         newest = marks(gives[0]).stream
         ages = tuple(None if newest is None or not in_stream(g) else newest - stream_index(g) for g in gives)

@@ -12,7 +12,7 @@ from rewriter.common.packages import VERSION
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.per_rank import PerRankModule
 from rewriter.emit.huggingface.source_check import checking_code
-from rewriter.emit.huggingface.source_classes import config_module, layer_arguments, returned_values
+from rewriter.emit.huggingface.source_classes import config_module, layer_arguments
 from rewriter.emit.huggingface.verbatim import model, per_rank, phases, source_of
 from rewriter.emit.python_source import (
     LINE_LENGTH,
@@ -189,7 +189,7 @@ def _layer_class(program: Program, kind: PrintedKind, bound: bool) -> str:
         if argument.read and argument.name in program.source.absent[kind.example]:
             lines.append(f"        if {argument.name} is not None:")
             lines.append(f'            raise ValueError("{argument.name}: {kind.class_name} was generated without it")')
-    lines.append(layer.text(returned_values(source), bound))
+    lines.append(layer.text(source.returns[kind.example], bound))
     return "\n".join(lines)
 
 

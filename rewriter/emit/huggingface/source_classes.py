@@ -79,45 +79,11 @@ def passed_by_place(source: Source) -> int:
     return min(max(known, default=sys.maxsize), len(source.layer_arguments))
 
 
-def returned_values(source: Source) -> int | None:
-    """Number of values that the layer's `forward` returns as a tuple; None where it returns the hidden state alone.
-
-    Raises RewriterError where its code does not show it.
-    """
-    _, definition = _forward(source)
-    lengths: set[int | None] = set()
-    for node in ast.walk(definition):
-        if not isinstance(node, ast.Return):
-            continue
-        # of `(x, ...) + others`, which older models return, others are attention weights
-        value = node.value.left if isinstance(node.value, ast.BinOp) else node.value
-        if isinstance(value, ast.Tuple):
-            lengths.add(len(value.elts))
-        elif isinstance(node.value, ast.Name) and _is_built_as_tuple(definition, node.value.id):
-            raise RewriterError(
-                f"{source.layer_class}.forward builds the tuple that it returns; that is not supported yet"
-            )
-        else:
-            lengths.add(None)
-    if len(lengths) != 1:
-        raise RewriterError(f"{source.layer_class}.forward does not always return the same number of values")
-    return lengths.pop()
-
-
 def _forward(source: Source) -> tuple[Any, ast.stmt]:
     """The forward of the source's layer, and its definition as a syntax tree."""
     module = importlib.import_module(source.module_of(source.layer_class))
     forward = getattr(module, source.layer_class).forward
     return forward, ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
-
-
-def _is_built_as_tuple(definition: ast.stmt, name: str) -> bool:
-    return any(
-        isinstance(node, (ast.Assign, ast.AugAssign))
-        and isinstance(node.value, ast.Tuple)
-        and any(isinstance(t, ast.Name) and t.id == name for t in getattr(node, "targets", None) or [node.target])
-        for node in ast.walk(definition)
-    )
 
 
 def config_module(source: Source) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from rewriter.emit.module.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.module.wiring import Entry, Segments, Wiring
-from rewriter.emit.python_source import UniqueNames, assignment
-from rewriter.ir import Body, Leaf, Module, args_of, ops
+from rewriter.emit.python_source import UniqueNames, assignment, attribute
+from rewriter.ir import Body, Leaf, Module, Parameter, args_of, ops, wiring_tensors
 from rewriter.ir.labels import reduced_shape, value_of
 from rewriter.ir.marks import marks
 from rewriter.ir.residual import residual_blocks
@@ -137,6 +137,8 @@ class RuntimeLayerPrinter:
             for p, m in self.program.modules.items()
             if p.startswith(f"{path}.") and not is_dropout(m)
         }
+        tensors = wiring_tensors(self.program.graph, self.program.modules)
+        own = {n.removeprefix(f"{path}."): self.program.parameters[n] for n in tensors if n.startswith(f"{path}.")}
         segments = Segments()
         calls: dict[str, LayerCall] = {}
         methods: dict[str, str] = {}  # method by text without its name
@@ -160,8 +162,9 @@ class RuntimeLayerPrinter:
         arguments = [*(["tp"] if needs_group else []), *(["slot"] if has_slot else [])]
         init = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
         init += ["        self.tp = tp"] if needs_group else []
-        init += [f"        {line}" for line in containers(list(constructors))]
+        init += [f"        {line}" for line in containers([*constructors, *own], list(own))]
         init += [f"        {assignment(name, text)}" for name, text in constructors.items()]
+        init += [f"        {_tensor(name, parameter)}" for name, parameter in own.items()]
         values = {"tp": "tp", "slot": f"slot={slot}"}
         built = ", ".join(values[a] for a in arguments)
         return RuntimeLayer(LayerClass("\n".join(init), texts, segments), built, calls)
@@ -176,6 +179,15 @@ class RuntimeLayerPrinter:
         name = known or (f"{method}_{len(added) + 1}" if added else method)
         added[entry.method(name)] = name
         return LayerCall(name, entry)
+
+
+def _tensor(name: str, parameter: Parameter) -> str:
+    """The statement that makes a tensor of a layer's own."""
+    value = f"torch.empty({', '.join(map(str, parameter.shape)) or '()'})"
+    if not parameter.buffer:
+        return assignment(name, f"nn.Parameter({value})")
+    owner, _, last = name.rpartition(".")
+    return f'{attribute(owner) if owner else "self"}.register_buffer("{last}", {value})'
 
 
 def _place(layers: Sequence[int], families: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from rewriter.check.reference_modes import ModelReference
+from rewriter.check.withheld_reference import WithheldReference
 from rewriter.common.errors import RewriterError
 from rewriter.explain.bisect.values import LOGITS, Point, Ranks, Values, merged
 from rewriter.ir import Program, args_of
@@ -176,6 +177,9 @@ def expected_values(reference: ModelReference, model: PreTrainedModel, ids: torc
         logits = reference.logits(model, ids)
     finally:
         handle.remove()
+    built = [one for one in reference._built.values() if not isinstance(one, WithheldReference)]
+    if len(built) < len(reference._built):  # its modules compute several copies of the batch
+        return {LOGITS: (logits,)}
     # ranks are the threads of the newest pool, POOL_RANK
     pools = [name.rpartition("_") for name in calls if name.startswith("ThreadPoolExecutor")]
     newest = sorted(int(rank) for pool, _, rank in pools if pool == pools[-1][0])
@@ -186,6 +190,6 @@ def expected_values(reference: ModelReference, model: PreTrainedModel, ids: torc
         each = [rank[point] for rank in ranks if point in rank]
         if len(each) == len(ranks) and all(bool(v.isfinite().all()) for v in each):  # the stream itself is NaN there
             values[point] = merged(each)
-    for built in reference._built.values():
-        values |= {("stream", str(i)): merged(list(each)) for i, each in enumerate(built.streams)}
+    for one in built:
+        values |= {("stream", str(i)): merged(list(each)) for i, each in enumerate(one.streams)}
     return values | {LOGITS: (logits,)}

@@ -13,8 +13,9 @@ from programs import PASSES, tensor_parallel, traced, weights
 
 from rewriter.check.per_rank_reference import LayerMode, PerRankReference
 from rewriter.ir.marks import Marks, mark, marks, set_marks
-from rewriter.ir.residual import annotate, residual_blocks
+from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
+from rewriter.ir.stream import annotate
 
 SCALE, RANKS = 0.5, 2
 
@@ -29,9 +30,10 @@ def scaled():
         mark(carried, layer=marks(node).layer)
         node.replace_input_with(skip, carried)
     for node in graph.nodes:
-        set_marks(node, Marks(layer=marks(node).layer))
-    annotate(graph, 4)
-    return traced("llama").with_(graph=graph)
+        set_marks(node, Marks(layer=marks(node).layer, hidden=marks(node).hidden))
+    program = traced("llama").with_(graph=graph)
+    annotate(graph, program.modules, 4, program.source.config["hidden_size"])
+    return program
 
 
 def part(model, layer, kind, x, rank):

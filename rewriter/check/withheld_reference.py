@@ -1,0 +1,187 @@
+"""An independent reference for late reads in models whose stream is of any form: one batch holds copies of the stream.
+
+Nothing here follows the stream, and nothing of the analyses or the passes is used: it is told which modules' results
+each block adds (`BlockEnds`), and which layers are rewired. The model runs on its input once for every write that some
+block misses, all in one batch. Copy 0 is the model itself. In the copy of block b, what b adds is withheld: zero, or
+(own-partial ladder) this rank's own part of it. A block that reads late is computed from the copy whose withheld write
+it misses, and its result is given to all copies but its own. All else (norms, factors, mixtures of streams, what a
+layer hands on) is the unmodified code of the model, which treats the rows of a batch one by one.
+
+Ranks are threads, each with a copy of the model that holds its part of the exit projections (`exit_shares`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rewriter.check.exit_shares import exit_shares, set_tensor
+from rewriter.check.per_rank_reference import Group, LayerMode
+from rewriter.common.errors import RewriterError
+
+
+@dataclass(frozen=True)
+class BlockEnds:
+    """A block of the source, by paths of modules: `sums` give what ranks sum, and `tails` (norms) stand between them
+    and the stream. `local`: every rank computes all of it."""
+
+    layer: int
+    sums: tuple[str, ...]
+    tails: tuple[str, ...] = ()
+    local: bool = False
+
+
+class WithheldReference:
+    """The model of `mix` (layer number → mode: standard, ladder or own_partial) as a function of token ids.
+
+    `exact` is the mix of tokens that are exact where a call says which are rewired; by default all standard. `whole`
+    are paths of modules that every rank computes in full. Raises RewriterError for a mode that no copy can stand for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        blocks: Sequence[BlockEnds],
+        mix: Mapping[int, LayerMode],
+        ranks: int,
+        *,
+        exact: Mapping[int, LayerMode] | None = None,
+        whole: Collection[str] = (),
+    ) -> None:
+        self.model, self.blocks, self.ranks, self.whole = model, blocks, ranks, whole
+        self.wirings = [_missed(blocks, m) for m in (mix, exact or {})]
+        self.own = {j for m in (mix, exact or {}) for j, b in enumerate(blocks) if _mode(m, b) == "own_partial"}
+        missed = {b for wiring in self.wirings for b in wiring if b is not None}
+        self.copies = {b: 1 + i for i, b in enumerate(sorted(missed))}
+        self.parted = {b for j in self.own for w in self.wirings if (b := w[j]) is not None}
+
+    def __call__(self, input_ids: torch.Tensor, rewired: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """Logits [B, S, vocabulary] for `input_ids` [B, S] (int64); `kwargs` as for the model. No cache is used.
+
+        `rewired`, bool [B, S], is False at tokens that the unmodified model computes; by default all are rewired.
+        """
+        count, rows = 1 + len(self.copies), input_ids.shape[0]
+
+        def repeated(x: Any) -> Any:
+            batch = isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == rows
+            return x.repeat(count, *[1] * (x.ndim - 1)) if batch else x
+
+        group = Group(self.ranks)
+
+        def run(rank: int) -> torch.Tensor:
+            twin = self._twin(rank)
+            for index, block in enumerate(self.blocks):
+                for path in (*block.sums, *block.tails):
+                    hook = _Hook(self, index, path in block.tails, group, rank, rewired)
+                    twin.get_submodule(path).register_forward_hook(hook)
+            given = {name: repeated(x) for name, x in kwargs.items()}
+            logits: torch.Tensor = twin(input_ids=repeated(input_ids), use_cache=False, **given).logits
+            return logits[:rows]
+
+        results = group.run(run)
+        if any(not torch.equal(result, results[0]) for result in results):
+            raise RewriterError("withheld reference: the ranks end with different logits")
+        return results[0]
+
+    def _twin(self, rank: int) -> PreTrainedModel:
+        """A copy of the model that shares its parameters, and holds this rank's part of the sums that are parted."""
+        twin = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        for index in sorted(self.parted):
+            if self.ranks > 1 and not (found := self._shares(index)):
+                raise RewriterError(f"withheld reference: no exit projection is in {self.blocks[index].sums}")
+            for module, share in found if self.ranks > 1 else ():
+                full = getattr(module, share.weight)
+                set_tensor(twin, f"{share.path}.{share.weight}", share.of_weight(full, rank, self.ranks))
+                if share.bias is not None:
+                    set_tensor(twin, f"{share.path}.{share.bias}", getattr(module, share.bias) / self.ranks)
+        return twin
+
+    def _shares(self, index: int) -> list[tuple[nn.Module, Any]]:
+        hidden = self.model.config.get_text_config().hidden_size
+        found = []
+        for path in self.blocks[index].sums:
+            for name, module in self.model.get_submodule(path).named_modules():
+                full = f"{path}.{name}".removesuffix(".")
+                if not any(full == w or full.startswith(f"{w}.") for w in self.whole):
+                    found += [(module, share) for share in exit_shares(full, module, hidden)]
+        return found
+
+
+class _Hook:
+    """After a module whose result a block adds: the result for every copy."""
+
+    def __init__(
+        self,
+        reference: WithheldReference,
+        block: int,
+        is_tail: bool,
+        group: Group,
+        rank: int,
+        rewired: torch.Tensor | None,
+    ) -> None:
+        self.reference, self.block, self.is_tail = reference, block, is_tail
+        self.group, self.rank, self.rewired = group, rank, rewired
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return self._of(output, True)
+        results, first = [], True
+        for item in output:
+            is_result = first and isinstance(item, torch.Tensor) and item.is_floating_point()
+            results.append(self._of(item, is_result) if isinstance(item, torch.Tensor) else item)
+            first = first and not is_result
+        return type(output)(results)
+
+    def _of(self, output: torch.Tensor, is_result: bool) -> torch.Tensor:
+        of, index = self.reference, self.block
+        count = 1 + len(of.copies)
+        copies = list(output.chunk(count, 0))
+        withheld, parted = of.copies.get(index), index in of.parted
+        if not self.is_tail:
+            value = self._read(copies)
+            total = value
+            if is_result and parted and of.ranks > 1:
+                total = self.group.all_reduce(self.rank, value)
+            copies = [total] * count
+            if withheld is not None and parted and is_result:
+                copies[withheld] = value
+        if withheld is not None and is_result and not parted:
+            copies[withheld] = torch.zeros_like(copies[0])
+        return torch.cat(copies)
+
+    def _read(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result of the copy that the block reads, at each token by the wiring of that token."""
+        places = (wiring[self.block] for wiring in self.reference.wirings)
+        value, exact = (copies[0 if b is None else self.reference.copies[b]] for b in places)
+        if self.rewired is None:
+            return value
+        mask = self.rewired.reshape(*self.rewired.shape, *[1] * (value.ndim - 2))
+        return torch.where(mask if value.shape[:2] == self.rewired.shape else mask.flatten(0, 1), value, exact)
+
+
+def _mode(mix: Mapping[int, LayerMode], block: BlockEnds) -> str:
+    return mix.get(block.layer, LayerMode()).mode
+
+
+def _missed(blocks: Sequence[BlockEnds], mix: Mapping[int, LayerMode]) -> list[int | None]:
+    """By block, the one whose write it misses: the last before it that ranks share, where it reads late."""
+    missed: list[int | None] = []
+    for index, block in enumerate(blocks):
+        mode, found = _mode(mix, block), None
+        if mode not in ("standard", "ladder", "own_partial"):
+            raise RewriterError(f"withheld reference: layer {block.layer} is {mode}, which no copy can stand for")
+        if mode != "standard":
+            for before in range(index - 1, -1, -1):
+                if _mode(mix, blocks[before]) not in (mode, "standard"):
+                    break
+                if not blocks[before].local:
+                    found = before
+                    break
+        missed.append(found)
+    return missed
