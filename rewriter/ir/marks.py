@@ -59,7 +59,8 @@ class Marks:
 
     Of wiring nodes:
     `layer`: the decoder layer, None outside the layers.
-    `hidden`: the hidden state that the first layer is given. `handed_on`: what a layer returns beside its own.
+    `hidden`: the hidden state that the first layer is given. `handed_on`: the place of a value in
+    the tuple that its layer returns, which later layers read beside the hidden state.
     `stream`: this value is number 0 (what the first block reads), 1, 2, … of the residual stream.
     `mode`, on a stream value: how the block that wrote it is wired, where a pass changed that.
     `local`, on a stream value: ranks do not share the block that wrote it, so that it has no sum over them.
@@ -82,7 +83,7 @@ class Marks:
 
     layer: int | None = None
     hidden: bool = False
-    handed_on: bool = False
+    handed_on: int | None = None
     stream: int | None = None
     mode: Mode | None = None
     local: bool = False

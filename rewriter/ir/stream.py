@@ -117,7 +117,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     its hidden state."""
     if asks(node):
         return []
-    return [n for n in data_of(node) if not marks(n).handed_on]
+    return [n for n in data_of(node) if marks(n).handed_on is None]
 
 
 def _block(between: Sequence[fx.Node], begin: fx.Node, modules: Mapping[str, Module], width: int) -> _Found | None:
@@ -153,7 +153,7 @@ def _mark_block(index: int, block: _Found, stream: set[fx.Node]) -> None:
     """Mark the nodes of a block: those of F and c as `block`, those of K and b as `carry`; what both need, as both."""
 
     def inside(node: fx.Node) -> Iterable[fx.Node]:
-        inputs = (s for s in node.all_input_nodes if s not in stream and not marks(s).handed_on)
+        inputs = (s for s in node.all_input_nodes if s not in stream and marks(s).handed_on is None)
         return (s for s in inputs if marks(s).layer is not None)
 
     work = set(block.work)

@@ -119,13 +119,13 @@ class PythonCall:
 
     `args` and `kwargs` are trees whose leaves are constants, `ChildInput(i)` (the node's i-th argument) or
     `LayerArgument`. `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned
-    tuple.
+    tuple; where the node gives several tensors, it says which elements they are.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     splat: bool
-    index: int | None
+    index: int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -120,7 +121,10 @@ class _Sharder:
             self.modules[path] = split.body
             for name, shard in split.shards.items():
                 self._shard(f"{path}.{name}", shard)
-            self._reduce(node)
+            elements = [user for user in node.users if user.target is operator.getitem]
+            for partial in [node] if body.outputs == 1 else [e for e in elements if args_of(e)[1] == 0]:
+                total = self._reduce(partial)
+                [partial, *elements][-1].append(total)  # the elements stay together
             kind = "attention" if attends(body) else "mixer" if carries_state(body) else "MLP"
             self.counts[f"{kind} blocks"] += 1
 
@@ -222,10 +226,11 @@ class _Sharder:
         self._reduce(node)
         self.counts["embeddings"] += 1
 
-    def _reduce(self, node: fx.Node) -> None:
+    def _reduce(self, node: fx.Node) -> fx.Node:
         total = put_after(node, ops.all_reduce, AXIS)
         set_marks(total, marks(node).only("layer", "block"))
         self._stand_for(node, total)
+        return total
 
     @staticmethod
     def _stand_for(node: fx.Node, total: fx.Node) -> None:

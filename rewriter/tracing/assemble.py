@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from rewriter.tracing.model_errors import reason_of, refused
 from rewriter.tracing.opaque import attributes_left_behind, opaque_child, surviving_failures
 from rewriter.tracing.token_mixing import mixing_operator
 from rewriter.tracing.wiring import (
+    OtherResult,
     absent_arguments,
     bind,
     example_inputs,
@@ -103,6 +105,9 @@ class ModelTracer:
         self.inputs = example_inputs(self.model, self.layers, ids)
         self.absent = absent_arguments(self.model, self.layers, self.inputs)
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
+        self.handed: tuple[int, ...] = ()  # places in a layer's tuple of what later layers read beside the hidden state
+        self._handed: dict[nn.Module, dict[int, tuple[torch.Size, torch.dtype]]] = {}
+        self._handed_of: dict[Any, dict[int, tuple[torch.Size, torch.dtype]]] = {}
 
     def fingerprint(self, layer: nn.Module) -> Any:
         if layer not in self._fingerprints:
@@ -124,6 +129,10 @@ class ModelTracer:
         """The length of the tuple that a layer returns; None where it returns the hidden state alone."""
         result = args_of(self.wiring(layer).output_node())[0]
         return len(result) if isinstance(result, (tuple, list)) else None
+
+    def places(self, layer: nn.Module) -> tuple[int, ...]:
+        """The places, in the tuple that a layer returns, of the tensors that later layers read beside its hidden state."""
+        return tuple(self._handed[layer])
 
     def inline_child(self, index: int, name: str) -> bool:
         """From now on, trace the child `name` of layer `index`, and of others of its class, as part of the layer.
@@ -169,7 +178,7 @@ class ModelTracer:
 
         def forward_for(index: int, layer: nn.Module) -> Callable[..., Any]:
             hidden = layer_signature(layer)[0][0]
-            returned = self.wiring(layer).output_node().args[0]
+            returned = args_of(self.wiring(layer).output_node())[0]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if layer in called:
@@ -178,32 +187,70 @@ class ModelTracer:
                     )
                 called.add(layer)
                 bound = bind(layer, args, kwargs)
-                for where, leaf in leaves_with_paths(bound):
-                    if isinstance(leaf, _OtherResult):
-                        raise RewriterError(
-                            f"{self.path}.{index} reads another result of the layer before ({where[0]}), not only its "
-                            f"hidden state: {type(leaf.layer).__name__} hands on more than one value, which is not "
-                            "supported yet"
-                        )
+                for _, leaf in leaves_with_paths(bound):
+                    if isinstance(leaf, OtherResult):
+                        raise _ReadsOther(leaf.place)
                 self.calls[layer] = Recorded(args, kwargs)
                 stream = bound[hidden]
                 if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
                     raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
+                handed = self._handed_values(layer, stream)
                 tensors, _ = tensors_of(self.calls[layer])
-                out = torch.ops.rewriter_trace.call([stream, *tensors], f"layer {index}")[0]
+                out, *others = torch.ops.rewriter_trace.call([stream, *tensors], f"layer {index}")
                 if not isinstance(returned, (tuple, list)):
                     return out
-                return (out, *(None if x is None else _OtherResult(layer) for x in returned[1:]))
+                at = dict(zip(handed, others, strict=True))
+                rest = ((place, x) for place, x in enumerate(returned) if place)
+                return (out, *(None if x is None else at.get(place, OtherResult(layer, place)) for place, x in rest))
 
             return forward
 
+        def values(layer: nn.Module, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            (batch, length), sizes = inputs[0].shape[:2], self.example
+            real = {sizes.batch: batch, sizes.length: length, sizes.batch * sizes.length: batch * length}
+            made = [torch.empty_like(inputs[0])]
+            for shape, dtype in self._handed[layer].values():
+                made.append(torch.empty([real.get(s, s) for s in shape], dtype=dtype, device=inputs[0].device))
+            return made
+
         called: set[nn.Module] = set()
         functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = {
-            f"layer {i}": lambda inputs: [torch.empty_like(inputs[0])] for i in range(len(self.layers))
+            f"layer {i}": functools.partial(values, layer) for i, layer in enumerate(self.layers)
         }
         forwards = {layer: forward_for(i, layer) for i, layer in enumerate(self.layers)}
         with opaque_calls(functions), replaced_forward(forwards):
             yield
+
+    def _handed_values(self, layer: nn.Module, stream: torch.Tensor) -> dict[int, tuple[torch.Size, torch.dtype]]:
+        """By place in the tuple that a layer returns, shape and dtype of what later layers read beside its hidden state.
+
+        Found by running the layer on meta; layers alike in structure and in how they are called are run once.
+        """
+        if layer not in self._handed:
+            call = self.calls[layer]
+            key = (self.fingerprint(layer), self._static(call))
+            if key not in self._handed_of:
+                self._handed_of[key] = {}
+                if self.handed:
+                    with refused(f"{type(layer).__name__} cannot be run for what it hands on"):
+                        output = type(layer).forward(layer, *call.args, **call.kwargs)
+                    given = {place: output[place] for place in self.handed}
+                    tensors = {place: x for place, x in given.items() if isinstance(x, torch.Tensor)}
+                    self._handed_of[key] = {place: (x.shape, x.dtype) for place, x in tensors.items()}
+            self._handed[layer] = self._handed_of[key]
+        return self._handed[layer]
+
+    def _record(self, modules: Mapping[str, nn.Module]) -> dict[str, Recorded]:
+        """The calls of the modules around the layers, and in `self.calls` those of the layers."""
+        while True:
+            self._handed, self._handed_of = {}, {}
+            try:
+                with self._opaque_layers(), torch.no_grad():
+                    return record_calls(lambda: self.model(**self.inputs, use_cache=False), modules)
+            except _ReadsOther as error:
+                if error.place in self.handed:
+                    raise RewriterError("a layer reads what no layer before it returned as a tensor") from error
+                self.handed = (*self.handed, error.place)
 
     @contextlib.contextmanager
     def _without_layer_tensors(self) -> Iterator[None]:
@@ -238,8 +285,7 @@ class ModelTracer:
             lambda tensors: ((), {**dict(zip(example, tensors, strict=True)), "use_cache": False}),
             lambda output: output.logits,
         )
-        with self._opaque_layers(), torch.no_grad():
-            calls = record_calls(lambda: model(**example, use_cache=False), lifted)
+        calls = self._record(lifted)
         # what is given no tensor computes from lengths, which a body of its own would take for constants
         calls = {n: call for n, call in calls.items() if tensors_of(call)[0]}
         lifted = {n: m for n, m in lifted.items() if n in map(base_name, calls)}
@@ -352,7 +398,7 @@ class ModelTracer:
             name = str(node.target)
             tensors, _ = tensors_of(calls[name])
             known = tuple(static[id(t)][0] for t in tensors if id(t) in static)
-            wanted = _wanted(node, calls[name].output)
+            wanted = _wanted(node, calls[name].output, self.handed)
             path = f"{self.path}.{index}.{name}"
             constants = self._constants(path, modules[name])
             key = (fingerprint(modules[name]), self._static(calls[name]), constants, known, wanted)
@@ -398,17 +444,19 @@ class ModelTracer:
         return body
 
 
-class _OtherResult:
-    """A result of a layer besides the hidden state: a wiring has no place for it, so nothing may read it."""
+class _ReadsOther(RewriterError):
+    """A layer reads what a layer before it returned in the place `place` of its tuple."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
+    def __init__(self, place: int) -> None:
+        super().__init__(f"a layer reads result {place} of the layer before")
+        self.place = place
 
 
-def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
+def _wanted(node: fx.Node, output: Any, handed: Collection[int]) -> tuple[int, ...] | None:
     """The tensors of those that a child returns which the layer uses, by their order; None: all of them.
 
-    What a layer only passes on next to its hidden state (attention weights) is not used.
+    What a layer only returns next to its hidden state (attention weights) is not used, but in the places `handed`, of
+    which later layers read.
     """
     if isinstance(output, torch.Tensor):
         return None
@@ -420,7 +468,8 @@ def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
     tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
     used: set[int] = set()
     for user in users:
-        if not isinstance(result, (tuple, list)) or user is result[0] or set(user.users) != {last}:
+        read = not isinstance(result, (tuple, list)) or any(user is result[p] for p in (0, *handed))
+        if read or set(user.users) != {last}:
             picked = range(len(output))[args_of(user)[1]]
             used |= {picked} if isinstance(picked, int) else set(picked)
     return tuple(p for p, i in enumerate(tensors) if i in used)

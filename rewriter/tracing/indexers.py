@@ -21,9 +21,16 @@ from rewriter.tracing.masks import StaticGraph
 
 
 def choose_keys(attention: fx.Node, static: StaticGraph) -> None:
-    """Rewrite what computes `keys` of an attention node, in place. Raises RewriterError where it is another form."""
+    """Rewrite what computes `keys` of an attention node, in place. Raises RewriterError where it is another form.
+
+    Where an earlier layer chose them, they are an input, and stay it.
+    """
+    traced: Any = _uncast(attention.kwargs["keys"])
+    if traced.op == "placeholder":
+        attention.kwargs = {**attention.kwargs, "keys": traced}
+        return
     try:
-        scores, count = _choice(attention.kwargs["keys"])
+        scores, count = _choice(traced)
         parts = Scores(static)
         parts.add_terms(scores, 1.0, False)
         rule, terms = parts.rule()
@@ -44,15 +51,25 @@ def choose_keys(attention: fx.Node, static: StaticGraph) -> None:
     with graph.inserting_before(attention):
         options: dict[str, Any] = {"mask": rule, "count": count}
         chosen = graph.call_function(ops.top_keys, (raw, ctx), options)
-    traced: Any = attention.kwargs["keys"]
     chosen.meta["val"] = traced.meta["val"].to(torch.int64)
     attention.kwargs = {**attention.kwargs, "keys": chosen}
+    for cast in (*_casts(traced), traced):  # what a layer hands on to later ones
+        cast.replace_all_uses_with(chosen, delete_user_cb=lambda user: user.op == "output")
+
+
+def _uncast(value: Any) -> Any:
+    while isinstance(value, fx.Node) and kind_of(value) == "cast":
+        value = args_of(value)[0]
+    return value
+
+
+def _casts(node: fx.Node) -> list[fx.Node]:
+    """The casts of a value, and theirs."""
+    return [cast for user in node.users if kind_of(user) == "cast" for cast in (*_casts(user), user)]
 
 
 def _choice(places: Any) -> tuple[fx.Node, int]:
     """(scores, number) of the places of the largest scores."""
-    while isinstance(places, fx.Node) and kind_of(places) == "cast":
-        places = args_of(places)[0]
     if not isinstance(places, fx.Node) or places.target is not operator.getitem or args_of(places)[1] != 1:
         raise UnknownScores
     top = args_of(places)[0]

@@ -17,7 +17,7 @@ from torch import fx
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import stream_width
 from rewriter.ir import SPLAT, Body, ChildInput, LayerArgument, Leaf, Module, PythonCall, args_of, drop_dead_nodes, ops
-from rewriter.ir.marks import layer_of, mark
+from rewriter.ir.marks import layer_of, mark, marks
 from rewriter.ir.op_semantics import kind_of
 from rewriter.ir.residual import is_add
 from rewriter.ir.stream import NoStream, annotate
@@ -160,13 +160,17 @@ def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, di
         if ctx is None:
             ctx = graph.placeholder("ctx")
         if node.op == "call_module" and (index := layer_number(str(node.target))) is not None:
-            env[node] = _Layer(tracer, graph, modules, index, ctx).place([env[a] for a in node.args])
+            results = _Layer(tracer, graph, modules, index, ctx).place([env[a] for a in node.args])
+            env[node] = results if len(results) > 1 else results[0]
             continue
-        args = fx.map_arg(node.args, env.__getitem__)
+        args = tuple(env[a] if isinstance(a, fx.Node) else fx.map_arg(a, env.__getitem__) for a in node.args)
         if node.op == "call_module":
             module = modules[str(node.target)] = around.modules[str(node.target)]
             if isinstance(module, Body):
                 args = tuple(args[i] for i in module.kept)
+        if node.target is operator.getitem and isinstance(args[0], list):  # what a layer returned
+            env[node] = args[0][args_of(node)[1]]
+            continue
         kwargs = fx.map_arg(node.kwargs, env.__getitem__)
         new = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         mark(new, layer=None)
@@ -189,8 +193,9 @@ class _Layer:
         self.kind = tracer.kind(index)
         self.path = f"{tracer.path}.{index}"
 
-    def place(self, arguments: list[fx.Node]) -> fx.Node:
-        """`arguments` are the hidden state and the tensors of the layer's call; returns the layer's hidden output."""
+    def place(self, arguments: list[fx.Node]) -> list[fx.Node]:
+        """`arguments` are the hidden state and the tensors of the layer's call; returns its hidden state, then what
+        later layers read beside it."""
         hidden, *tensors = arguments
         if self.index == 0:
             mark(hidden, hidden=True)
@@ -206,11 +211,20 @@ class _Layer:
                 env[node] = self._call(node, self.kind.children[node.name], env)
             elif node.op == "output":
                 result = args_of(node)[0]
-                result = result[0] if isinstance(result, (tuple, list)) else result
-                return env[result]
+                result = result if isinstance(result, (tuple, list)) else [result]
+                return [env[result[0]], *(self._handed_on(env[result[p]], p) for p in self.tracer.places(self.layer))]
             else:
                 env[node] = self._glue(node, env)
         raise RewriterError(f"the wiring of {self.path} has no output")
+
+    def _handed_on(self, value: Any, place: int) -> fx.Node:
+        """A value that the layer returns beside its hidden state, marked so; one that it was given itself, alone."""
+        node: Any = value.value if isinstance(value, _Context) else value
+        if not isinstance(node, fx.Node):
+            raise RewriterError(f"{self.path} hands on result {place} in a way that is not supported")
+        if node in self.graph.nodes and marks(node).layer == self.index:
+            mark(node, handed_on=place)
+        return node
 
     def _glue(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         values = [env[n] for n in node.all_input_nodes]
@@ -323,14 +337,19 @@ class _Outputs:
         if len(outputs) == 1:
             mark(node, python=dataclasses.replace(call, index=next(iter(outputs))))
         else:
-            mark(node, python=call)
+            mark(node, python=dataclasses.replace(call, index=tuple(outputs)))
 
     def item(self, index: int) -> Any:
         if index not in self.outputs:
             return _Context(f"{self.node.name}[{index}]", None)
         value = self.node
         if len(self.outputs) > 1:
-            value = self.layer._add("call_function", operator.getitem, (self.node, self.outputs[index]), {})
+            place = self.outputs[index]
+            after = [n for n in self.node.users if n.target is operator.getitem] or [self.node]
+            if (known := next((n for n in after if n.args[1:] == (place,)), None)) is None:
+                with self.layer.graph.inserting_after(after[-1]):  # next to the call, however late it is read
+                    known = self.layer._add("call_function", operator.getitem, (self.node, place), {})
+            value = known
         if self.residual is not None and self.outputs[index] == 0:
             value = self.layer._add("call_function", operator.add, (self.residual, value), {})
         return value

@@ -7,6 +7,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -190,6 +191,14 @@ def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return arguments
 
 
+@dataclass(frozen=True)
+class OtherResult:
+    """Stands for what a layer returns in the place `place` of its tuple, beside the hidden state."""
+
+    layer: nn.Module
+    place: int
+
+
 def example_inputs(model: PreTrainedModel, layers: list[nn.Module], ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Meta inputs of a trace: `ids` [B, S] and, where the model takes them, positions. Nothing is padded: no mask.
 
@@ -282,20 +291,21 @@ def switched_off(
 def _runs(
     model: PreTrainedModel, layers: list[nn.Module], inputs: Mapping[str, Any], failures: list[Exception] | None = None
 ) -> Iterator[dict[nn.Module, dict[str, Any]]]:
-    """The arguments of each layer in runs in which layers return what they are given, bare and then as a tuple.
+    """The arguments of each layer in runs in which layers return what they are given: bare, then in tuples of one to
+    three values, of which the others are `OtherResult`s.
 
     A run may end early, by an exception that is added to `failures`.
     """
 
-    def forward(is_tuple: bool, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(length: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments[layer] = bind(layer, args, kwargs)
         hidden = arguments[layer][layer_signature(layer)[0][0]]
-        return (hidden,) if is_tuple else hidden
+        return (hidden, *(OtherResult(layer, place) for place in range(1, length))) if length else hidden
 
-    for is_tuple in (False, True):
+    for length in range(4):
         arguments: dict[nn.Module, dict[str, Any]] = {}
         with (
-            replaced_forward({layer: functools.partial(forward, is_tuple, layer) for layer in layers}),
+            replaced_forward({layer: functools.partial(forward, length, layer) for layer in layers}),
             torch.no_grad(),
         ):
             try:

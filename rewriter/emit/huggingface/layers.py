@@ -61,6 +61,8 @@ class PrintedLayer:
     `arguments` says how it takes and hands on what is not the hidden state. `rewires` says that it computes some tokens
     otherwise than others, told by its argument `rewired`.
     `ages` says of each value given how many blocks old it is (0: the stream itself; None: not a stream value).
+    `handed_on` are values that it returns beside its hidden state, by their place in the tuple that the source's layer
+    returns.
     """
 
     takes: tuple[str, ...]
@@ -73,6 +75,7 @@ class PrintedLayer:
     arguments: LayerArguments = field(default_factory=lambda: LayerArguments(()))
     rewires: bool = False
     ages: tuple[int | None, ...] = field(default=(), compare=False)
+    handed_on: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def packed(self) -> tuple[bool, bool]:
@@ -84,15 +87,15 @@ class PrintedLayer:
 
     def same_computation(self, other: PrintedLayer) -> bool:
         """True if both compute the same, apart from further values that they return."""
-        alike = (self.statements, self.gives[0]) == (other.statements, other.gives[0])
+        alike = (self.statements, self.gives[0], self.handed_on) == (other.statements, other.gives[0], other.handed_on)
         return alike and not self.modules and not other.modules
 
     def text(self, values: int | None, bound: bool = False) -> str:
         """The body of `forward`: split what was packed, compute, pack.
 
         `values` is the length of the tuple that the source's layer returns, None where it returns the hidden state
-        alone. What follows the hidden state there (attention weights) is None here. With `bound`, values are packed
-        and unpacked by functions of the generated file, which know their widths.
+        alone. What follows the hidden state there is None here (attention weights), unless later layers read it. With
+        `bound`, values are packed and unpacked by functions of the generated file, which know their widths.
         """
         lines = []
         names, hidden = ", ".join(self.takes), self.takes[0]
@@ -109,7 +112,8 @@ class PrintedLayer:
             packed = ", ".join(self.gives)
             result = f"pack({packed})" if bound else f"torch.cat(({packed}), dim=-1)"
         if values is not None:
-            result = f"({result}{', None' * (values - 1) or ','})"
+            others = [self.handed_on.get(place, "None") for place in range(1, values)]
+            result = f"({', '.join([result, *others])}{',' * (values == 1)})"
         elif self.statements and self.statements[-1][0] == result:
             lines[-1] = lines[-1].replace(f"{result} = ", "return ", 1)
             return "\n".join(lines)
@@ -158,6 +162,7 @@ class LayerFlow:
                 f"one value has to leave the decoder layers of {program.source.model_type}; here: {names}"
             )
         self.last_use[leaving[0]] = count
+        self.last_use |= {n: layer_of(n) for n in inside if marks(n).handed_on is not None}
         for node in reversed(self.nodes):
             layer = marks(node).layer
             if layer is None or node not in self.last_use:
@@ -237,6 +242,8 @@ class _HuggingFaceLayers:
         for node in inside:
             if node.op == "get_attr":
                 self.names[node] = self._expression(node, {})
+            elif (element := _element(node)) is not None and args_of(node)[0] not in self.local:
+                self.names[node] = f"{self.names[args_of(node)[0]]}[{element}]"
             elif not self._is_inlined(node):
                 self._node(node)
         newest = marks(gives[0]).stream
@@ -252,6 +259,7 @@ class _HuggingFaceLayers:
             self.arguments,
             any(node.target is ops.where_rewired for node in inside),
             ages,
+            {place: self.names[n] for n in inside if (place := marks(n).handed_on) is not None},
         )
 
     def _width(self, node: fx.Node) -> int:
@@ -404,6 +412,12 @@ class _HuggingFaceLayers:
         if is_add(node) or node.target in (ops.all_reduce, ops.agreed):
             return "added" if self.form[node] == "total" else "total"
         return node.name
+
+
+def _element(node: fx.Node) -> int | None:
+    """The place of a value in the tuple that a child returns, where the layer uses several values of it."""
+    call = marks(args_of(node)[0]).python if node.target is operator.getitem else None
+    return call.index[args_of(node)[1]] if call is not None and isinstance(call.index, tuple) else None
 
 
 def _is_scaled(node: fx.Node) -> bool:

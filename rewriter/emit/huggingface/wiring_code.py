@@ -107,7 +107,7 @@ class WiringPrinter(NodePrinter):
         named = {k: v for k, v in call.kwargs.items() if not (call.splat and k in self.layer.travelling)}
         items = [literal(a, leaf) for a in call.args] + [keyword(k, v) for k, v in named.items()]
         items += ["**kwargs"] * call.splat
-        index = "" if call.index is None else f"[{call.index}]"
+        index = f"[{call.index}]" if isinstance(call.index, int) else ""
         return f"{self.module(str(node.target))}({', '.join(items)}){index}"
 
     def atom(self, x: Any) -> str:

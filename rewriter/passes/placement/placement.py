@@ -21,10 +21,11 @@ from rewriter.passes.placement.units import AXIS, Units
 
 
 def split_body(body: Body, ranks: int) -> SplitBody:
-    """`body` for one of `ranks` ranks, with a Partial output. Raises Unsplittable with the reason."""
+    """`body` for one of `ranks` ranks: its first output is Partial, and others are Replicated.
+
+    Raises Unsplittable with the reason.
+    """
     state = PlacementState(body, Units(ranks))
-    if body.outputs != 1:
-        raise Unsplittable("it returns several tensors")
     exits = _exits(state)
     _label_attention(state)
     label_mixers(state)
@@ -46,8 +47,11 @@ def split_body(body: Body, ranks: int) -> SplitBody:
             state.local.add(node)
     for node in list(state.graph.nodes):
         _place(state, node, set(exits))
-    if args_of(state.graph.output_node())[0] not in state.partial:
+    first, *others = _results(state)
+    if first not in state.partial:
         raise Unsplittable("its output is not a sum over heads or channels")
+    if any(n in state.partial or n in state.local for n in others):
+        raise Unsplittable("it returns several tensors, and ranks would hold parts of one beside the first")
     return state.result()
 
 
@@ -88,7 +92,7 @@ def _take_own_ranges(state: PlacementState, node: fx.Node) -> None:
 def _exits(state: PlacementState) -> list[fx.Node]:
     """The projections (or experts) whose outputs are summed up to the body's output."""
     exits: list[fx.Node] = []
-    todo = [args_of(state.graph.output_node())[0]]
+    todo = _results(state)[:1]
     while todo:
         node = todo.pop()
         if not isinstance(node, fx.Node):
@@ -106,6 +110,12 @@ def _exits(state: PlacementState) -> list[fx.Node]:
     if not exits:
         raise Unsplittable("no projection makes its output")
     return exits
+
+
+def _results(state: PlacementState) -> list[fx.Node]:
+    """The tensors that the body returns."""
+    result = args_of(state.graph.output_node())[0]
+    return [result] if isinstance(result, fx.Node) else list(result)
 
 
 def _reaches_projection(state: PlacementState, node: fx.Node) -> bool:
