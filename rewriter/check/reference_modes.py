@@ -29,6 +29,8 @@ from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import load_weights
 from rewriter.ir.stream import write_calls
 
+_LATE = ("ladder", "own_partial")  # modes of layers that a copy of the stream can stand for
+
 
 @dataclass
 class ModelReference:
@@ -83,14 +85,15 @@ class ModelReference:
 
     def _build(self, model: PreTrainedModel) -> PerRankReference | WithheldReference:
         whole, both = self.whole, (self.passes, self._of_all_tokens)
+        reducing = {layer: [True] * len(list(of)) for layer, of in groupby(self.blocks, lambda block: block.layer)}
+        mix, exact = (_modes(len(decoder_layers(model)), passes, reducing) for passes in both)
         try:
             structure = find_structure(model)
         except RewriterError:  # a stream that cannot be followed in torch calls
-            structure = None
+            return WithheldReference(model, self.blocks, mix, self.ranks, exact=exact, whole=whole)
         # a block with sums inside is several to who follows additions, and one that ranks do not share is like others
-        if structure is None or len(structure.starts) != len(self.blocks) or any(b.local for b in self.blocks):
-            kept = {layer: [True] * len(list(of)) for layer, of in groupby(self.blocks, lambda block: block.layer)}
-            mix, exact = (_modes(len(decoder_layers(model)), passes, kept) for passes in both)
+        same = len(structure.starts) == len(self.blocks) and not any(block.local for block in self.blocks)
+        if not same and all(mode.mode in _LATE for mode in (*mix.values(), *exact.values())):
             return WithheldReference(model, self.blocks, mix, self.ranks, exact=exact, whole=whole)
         mix, exact = (layer_modes(model, passes, whole, structure) for passes in both)
         return PerRankReference(model, mix, self.ranks, exact=exact, whole=whole)

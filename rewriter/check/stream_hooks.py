@@ -57,7 +57,8 @@ class Reader:
 
 
 Carry = Callable[[torch.Tensor], torch.Tensor]
-"""Linear function of the stream that a model adds to: the same, another type, a multiple."""
+"""Linear function of the stream that a model adds to: the same, another type, a multiple by numbers or by tensors that
+the model holds."""
 
 
 class Ledger:
@@ -150,6 +151,7 @@ def watched(model: PreTrainedModel, ledger: Ledger, chain: tuple[int, ...] | Non
             stack.callback(before.remove)
             stack.callback(after.remove)
         watch.layers = numbers
+        watch.stored = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         stack.enter_context(watch)
         yield watch
 
@@ -175,6 +177,7 @@ class Watch(TorchFunctionMode):
         self.reads: list[tuple[int, Reader]] = []
         self.calls: list[tuple[int, nn.Module]] = []  # modules called in the layers, with the newest value then
         self.returned = -1  # the value that the newest layer returned
+        self.stored: set[int] = set()  # ids of the model's parameters and buffers
         self._tokens: dict[int, _Token] = {}
         self._shape = torch.Size()
         self._additions: dict[int, int] = {}
@@ -236,8 +239,13 @@ class Watch(TorchFunctionMode):
         if name in _ADDS and (made := self._add(func, args, kwargs)) is not None:
             return made
         first = tokens[0]
-        if first is not None and not any(tokens[1:]) and (name in _SAME or _scales(name, args, kwargs)):
+        if first is not None and not any(tokens[1:]) and (name in _SAME or self._scales(name, args, kwargs)):
             return self._same(func, first, args, kwargs)
+        if len(args) == 2 and tokens[1] is not None and self._scales(name, args[::-1], kwargs) and "div" not in name:
+            return self._same(func, tokens[1], args[::-1], kwargs)
+        if first is not None and name == "__getitem__" and self._between_layers() and not any(tokens[1:]):
+            if func(*args, **kwargs).shape == first.tensor.shape:  # all tokens, where a model may leave some out
+                return self._same(func, first, args, kwargs)
         if first is not None and self.chain is not None and self._between_layers():
             if name == "__getitem__":
                 now = first.as_token(self.ledger.between(first.value)).to(first.tensor.dtype)
@@ -303,6 +311,12 @@ class Watch(TorchFunctionMode):
         self._remember(made, token.value, lambda value: value.reshape(made.shape))
         return result
 
+    def _scales(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if a call multiplies its first argument by a number, or by tensors that the model holds."""
+        if name not in _SCALINGS or len(args) != 2 or kwargs:
+            return False
+        return isinstance(args[1], (int, float)) or id(args[1]) in self.stored
+
     def _between_layers(self) -> bool:
         return bool(self._inside) and not any(id(module) in self.layers for module in self._inside)
 
@@ -332,11 +346,6 @@ class Watch(TorchFunctionMode):
 def _name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", None) or str(resolve_name(func))
     return name.rpartition(".")[2]
-
-
-def _scales(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call multiplies its first argument by a number."""
-    return name in _SCALINGS and len(args) == 2 and isinstance(args[1], (int, float)) and not kwargs
 
 
 def _hidden(tree: Any) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ Ranks are threads, each with a copy of the model that holds its part of the exit
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class WithheldReference:
             for index, block in enumerate(self.blocks):
                 for path in (*block.sums, *block.tails):
                     hook = _Hook(self, index, path in block.tails, group, rank, rewired)
-                    twin.get_submodule(path).register_forward_hook(hook)
+                    twin.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
             given = {name: repeated(x) for name, x in kwargs.items()}
             logits: torch.Tensor = twin(input_ids=repeated(input_ids), use_cache=False, **given).logits
             return logits[:rows]
@@ -128,7 +128,11 @@ class _Hook:
         self.reference, self.block, self.is_tail = reference, block, is_tail
         self.group, self.rank, self.rewired = group, rank, rewired
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        for shared in (value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)):
+            for key, values in list(shared.items()):  # keys and values that later layers read
+                if isinstance(values, tuple):
+                    shared[key] = tuple(self._of(x, False) for x in values)
         if isinstance(output, torch.Tensor):
             return self._of(output, True)
         results, first = [], True

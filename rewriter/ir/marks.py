@@ -14,6 +14,7 @@ from torch import fx
 from rewriter.ir.structure import PythonCall
 
 _KEY = "marks"
+IN_MAPPING = -1  # the place of what a layer hands on through a mapping that all layers are given
 UNSCHEDULED: Literal["unscheduled"] = "unscheduled"
 
 
@@ -59,7 +60,8 @@ class Marks:
 
     Of wiring nodes:
     `layer`: the decoder layer, None outside the layers.
-    `hidden`: the hidden state that the first layer is given. `handed_on`: the place of a value in
+    `hidden`: the hidden state that the first layer is given. `argument`: the argument by which layers are given a value
+    from outside that they compute with themselves. `handed_on`: the place of a value in
     the tuple that its layer returns, which later layers read beside the hidden state.
     `stream`: this value is number 0 (what the first block reads), 1, 2, … of the residual stream.
     `mode`, on a stream value: how the block that wrote it is wired, where a pass changed that.
@@ -83,6 +85,7 @@ class Marks:
 
     layer: int | None = None
     hidden: bool = False
+    argument: str | None = None
     handed_on: int | None = None
     stream: int | None = None
     mode: Mode | None = None

@@ -42,6 +42,7 @@ def attention(
     slopes: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
     sequence: SequencePlan | None = None,
+    stored: bool = False,
 ) -> torch.Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` shows, softmax in fp32; returns o_BHSE.
 
@@ -49,10 +50,11 @@ def attention(
     adds one logit per head that takes probability and returns nothing. `slopes` [H] (ALiBi, Press et al. 2022) adds
     slope · (t − s) for a query at s and a key at t. `keys` [B, S, n] are places of the keys, as `top_keys` gives them,
     besides which a query sees none. `ctx` is ignored here: without a cache every
-    call sees all tokens from position 0. `slot` names the cache entry of this call. With `sequence`, q, k and v are
-    those of a rank's tokens and keys of all ranks are seen; here all tokens are given, and it changes nothing.
+    call sees all tokens from position 0. `slot` names the cache entry of this call; with `stored` that is an earlier
+    call's, which has stored k and v there. With `sequence`, q, k and v are those of a rank's tokens and keys of all
+    ranks are seen; here all tokens are given, and it changes nothing.
     """
-    del ctx, slot, sequence
+    del ctx, slot, sequence, stored
     groups = q_BHSD.shape[1] // k_BKTD.shape[1]
     k_BHTD, v_BHTE = k_BKTD.repeat_interleave(groups, 1), v_BKTE.repeat_interleave(groups, 1)
     scores = q_BHSD @ k_BHTD.transpose(-1, -2) * scale

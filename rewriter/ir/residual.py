@@ -16,7 +16,7 @@ from torch import fx
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of, nodes_inside, ops, reachable
 from rewriter.ir.marks import STANDARD, Mode, in_stream, layer_of, marks, stream_index
-from rewriter.ir.op_semantics import function_of
+from rewriter.ir.op_semantics import data_of, function_of
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
 
@@ -146,7 +146,7 @@ def _branch(
         own = marks(node).layer is not None and marks(node).block in (None, index) and not is_carry(node)
         return own and node.op != "placeholder" and read_index(node, index) is None
 
-    nodes = reachable(writes, lambda node: node.all_input_nodes if inside(node) else ())
+    nodes = reachable(writes, lambda node: data_of(node) if inside(node) else ())
     reads = {read for node in nodes if (read := read_index(node, index)) is not None}
     return tuple(sorted(filter(inside, nodes), key=order.__getitem__)), tuple(sorted(reads))
 

@@ -6,6 +6,7 @@ part to the stream) must therefore run before the reduction begins.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 from torch import fx
@@ -72,9 +73,13 @@ def rescheduled(
             elif needed := missing(top):
                 stack += sorted(needed, key=priority)[::-1]
             else:
-                env[stack.pop()] = new.node_copy(top, env.__getitem__)
-                if marks(top).layer is not None:
-                    mark(env[top], runs_in=running_layer(target))
+                stack.pop()
+                # the results of a call are taken apart where it stands
+                elements = [n for n in top.users if n.target is operator.getitem] if top.op == "call_module" else []
+                for node in (top, *elements):
+                    env[node] = new.node_copy(node, env.__getitem__)
+                    if marks(node).layer is not None:
+                        mark(env[node], runs_in=running_layer(target))
 
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or forces(node) or not (late(node) or missing(node)):

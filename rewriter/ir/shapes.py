@@ -6,7 +6,8 @@ program the shapes are a rank's own: "S/4" and "N/4" where 4 ranks share the tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -52,6 +53,10 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
             shapes[node] = several[args_of(node)[1]] if several and isinstance(several[0], tuple) else None
         elif isinstance(node.meta.get("val"), torch.Tensor):
             shapes[node] = _named(node.meta["val"].shape, {})
+        elif node.op == "call_method" and str(node.target) in _MOVES and is_shape(inputs[0]):
+            shapes[node] = _MOVES[str(node.target)](inputs[0], *args_of(node)[1:])
+        elif node.target is torch.matmul and is_shape(inputs[0]) and is_shape(inputs[1]):
+            shapes[node] = (*(broadcast([inputs[0][:-2], inputs[1][:-2]]) or ()), inputs[0][-2], inputs[1][-1])
         elif node.target is _CAT:
             shapes[node] = _wider(inputs[0], len(inputs))
         elif node.target is _CHUNK:
@@ -65,6 +70,31 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
 
 def is_shape(value: Value) -> TypeGuard[Shape]:
     return value is not None and all(isinstance(size, (int, str)) for size in value)
+
+
+def _unsqueezed(shape: Shape, dim: int) -> Shape:
+    at = dim % (len(shape) + 1)
+    return (*shape[:at], 1, *shape[at:])
+
+
+def _transposed(shape: Shape, first: int, second: int) -> Shape:
+    sizes = list(shape)
+    sizes[first], sizes[second] = sizes[second], sizes[first]
+    return tuple(sizes)
+
+
+def _flattened(shape: Shape, start: int = 0, end: int = -1) -> Value:
+    start, end = start % len(shape), end % len(shape)
+    sizes = [s for s in shape[start : end + 1] if isinstance(s, int)]
+    return (*shape[:start], math.prod(sizes), *shape[end + 1 :]) if len(sizes) == end + 1 - start else None
+
+
+# methods of tensors in a layer's wiring that change sizes
+_MOVES: Mapping[str, Callable[..., Value]] = {
+    "unsqueeze": _unsqueezed,
+    "transpose": _transposed,
+    "flatten": _flattened,
+}
 
 
 def _wider(shape: Value, times: int, pieces: int = 1) -> Value:

@@ -22,7 +22,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import stream_width
 from rewriter.ir import Leaf, Module, Opaque, Program, nodes_inside, ops, reachable
 from rewriter.ir.marks import layer_of, mark, marks
-from rewriter.ir.op_semantics import asks, data_of
+from rewriter.ir.op_semantics import data_of
 from rewriter.ir.residual import (
     Block,
     attends,
@@ -115,8 +115,6 @@ def _on_every_path(nodes: Sequence[fx.Node], entry: fx.Node, end: fx.Node) -> tu
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The values that flow into a node's: not what lends a dtype or sizes, nor what an earlier layer hands on beside
     its hidden state."""
-    if asks(node):
-        return []
     return [n for n in data_of(node) if marks(n).handed_on is None]
 
 
@@ -153,15 +151,14 @@ def _mark_block(index: int, block: _Found, stream: set[fx.Node]) -> None:
     """Mark the nodes of a block: those of F and c as `block`, those of K and b as `carry`; what both need, as both."""
 
     def inside(node: fx.Node) -> Iterable[fx.Node]:
-        inputs = (s for s in node.all_input_nodes if s not in stream and marks(s).handed_on is None)
+        inputs = (s for s in data_of(node) if s not in stream and marks(s).handed_on is None)
         return (s for s in inputs if marks(s).layer is not None)
 
     work = set(block.work)
     late = {*reachable(block.work, inside)}
-    fresh = {*reachable([block.end], lambda n: () if n in work or asks(n) else inside(n))} - work
-    fresh = {n for n in fresh if not asks(n)}
+    fresh = {*reachable([block.end], lambda n: () if n in work else inside(n))} - work
     computed = {*reachable(block.work, lambda n: (u for u in n.users if u not in stream))}
-    first = [n for n in fresh if not stream.isdisjoint(n.all_input_nodes)]
+    first = [n for n in fresh if not stream.isdisjoint(data_of(n))]
     own = {*reachable(first, lambda n: (u for u in n.users if u in fresh))}
     for node in {*late, *fresh} - {block.end}:
         if node in late or node in computed:
@@ -206,7 +203,7 @@ def write_calls(block: Block, modules: Mapping[str, Module]) -> tuple[tuple[str,
 
     def before(node: fx.Node) -> Iterable[fx.Node]:
         ends = node.op == "call_module" and weighs(modules[str(node.target)])
-        return () if ends else (n for n in node.all_input_nodes if n in inside)
+        return () if ends else (n for n in data_of(node) if n in inside)
 
     calls = [n for n in reachable(block.writes, before) if n.op == "call_module"]
     sums: list[str] = []

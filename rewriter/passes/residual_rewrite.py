@@ -284,7 +284,7 @@ class _LateReads:
         """Let what `block` computes with weights read `value`, and all else of it the newest value of the stream."""
         inside, modules = set(block.branch), self.program.modules
         work = [n for n in block.branch if n.op == "call_module" and weighs(modules[str(n.target)])]
-        late = set(reachable(work, lambda n: (s for s in n.all_input_nodes if s in inside)))
+        late = set(reachable(work, lambda n: (s for s in data_of(n) if s in inside)))
         given = {source: value for _, source in _reads(block)}
         for node in block.branch:
             if node not in late:
@@ -334,7 +334,7 @@ def _stands_for(value: fx.Node) -> int | None:
 
 def _reads(block: Block) -> list[tuple[fx.Node, fx.Node]]:
     """(node of the block, what it reads of the stream), in order."""
-    uses = ((node, source) for node in block.branch for source in node.all_input_nodes)
+    uses = ((node, source) for node in block.branch for source in data_of(node))
     return [(node, s) for node, s in uses if s not in block.branch and read_index(s, block.index) is not None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -31,7 +32,7 @@ from rewriter.ir.residual import attends, carries_state
 from rewriter.ir.structure import without_dropout
 from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
 from rewriter.passes.placement.placement import split_body
-from rewriter.passes.placement.placement_state import SplitBody, with_constant_inputs
+from rewriter.passes.placement.placement_state import Split, SplitBody, with_constant_inputs
 from rewriter.passes.placement.projections import (
     Shard,
     chains,
@@ -96,6 +97,7 @@ class _Sharder:
         self.modules: dict[str, Module] = dict(program.modules)
         self.parameters: dict[str, Parameter] = dict(program.parameters)
         self.counts: Counter[str] = Counter()
+        self.held: dict[fx.Node, Split] = {}  # of what layers hand on, the parts that ranks hold
         self.refused: dict[str, list[str]] = {}
 
     def layers(self) -> None:
@@ -115,6 +117,7 @@ class _Sharder:
                 except Unsplittable as reason:
                     done[id(body)] = str(reason)
             split = done[id(body)]
+            self._require_held(node, {} if isinstance(split, str) else split.inputs)
             if isinstance(split, str):
                 self.refused.setdefault(split, []).append(path)
                 continue
@@ -122,11 +125,21 @@ class _Sharder:
             for name, shard in split.shards.items():
                 self._shard(f"{path}.{name}", shard)
             elements = [user for user in node.users if user.target is operator.getitem]
+            self.held |= {e: s for e in elements if (s := split.results.get(args_of(e)[1])) is not None}
             for partial in [node] if body.outputs == 1 else [e for e in elements if args_of(e)[1] == 0]:
                 total = self._reduce(partial)
                 [partial, *elements][-1].append(total)  # the elements stay together
             kind = "attention" if attends(body) else "mixer" if carries_state(body) else "MLP"
             self.counts[f"{kind} blocks"] += 1
+
+    def _require_held(self, node: fx.Node, inputs: Mapping[int, Split]) -> None:
+        """Raise RewriterError unless ranks hold what an earlier layer hands on as the module that reads it does."""
+        for place, source in enumerate(node.args):
+            if isinstance(source, fx.Node) and self.held.get(source) != inputs.get(place):
+                raise RewriterError(
+                    f"{node.target} reads what {source.all_input_nodes[0].target} hands on, and ranks would hold other "
+                    "parts of it in the two. Take another number of ranks"
+                )
 
     def chains(self) -> None:
         """Split the MLPs whose projections are the layer's own children."""

@@ -154,13 +154,24 @@ class StaticCache(_SlotMemory):
         one.fixed = [self.fixed[slot] for slot in slots]
         return one
 
-    def store_one(self, slot: int, k_BK1D: Tensor, v_BK1E: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the key and value at `position` (int64 scalar). Returns all keys [B, K, T, D] and values [B, K, T, E]
-        of the slot, position p at index p modulo T. Raises RewriterError for keys that require a gradient."""
+    def store_one(self, slot: int, k_BK1D: Tensor, v_BK1E: Tensor, position: Tensor) -> None:
+        """Store the key and value at `position` p (int64 scalar), at index p modulo T of the slot's keys [B, K, T, D].
+
+        Raises RewriterError for keys that require a gradient.
+        """
         self._refuse_gradients("keys", k_BK1D, v_BK1E)
         index = position % self.keys[slot].shape[2] if self.fixed[slot] else position
         self._write(slot, index.reshape(1), k_BK1D, v_BK1E)
-        return self.keys[slot], self.values[slot]
+
+    def appended(
+        self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `append` returned to the layer that stored these keys and values, for one that reads them as well. The
+        slot is no ring, of which new tokens overwrite what the first of them sees."""
+        if position is None:
+            return k_BKSD, v_BKSE, None
+        keys = self.keys[slot]
+        return keys, self.values[slot], torch.arange(keys.shape[2], device=keys.device)
 
     def append(
         self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor | None

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.tracing.mixer_functions import is_lifted
 from rewriter.tracing.model_errors import reason_of, refused
 from rewriter.tracing.opaque import attributes_left_behind, opaque_child, surviving_failures
+from rewriter.tracing.shared_values import SharedValues, with_shared, written_outputs
 from rewriter.tracing.token_mixing import mixing_operator
 from rewriter.tracing.wiring import (
     OtherResult,
@@ -58,12 +59,14 @@ class Child:
     """One call of a child in a layer's wiring.
 
     `inputs` are the paths into (args, kwargs) of the tensors that its body takes. `outputs` maps an index of the
-    returned Python tuple to the index of the body's output; None when a bare tensor is returned.
+    returned Python tuple to the index of the body's output; None when a bare tensor is returned. `written` are the
+    indices of outputs that the child puts into the mapping that layers share, by key.
     """
 
     name: str
     inputs: tuple[tuple[Any, ...], ...]
     outputs: Mapping[int, int] | None
+    written: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class ModelTracer:
         self.inputs = example_inputs(self.model, self.layers, ids)
         self.absent = absent_arguments(self.model, self.layers, self.inputs)
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
+        self.shared: dict[Any, Any] = {}  # what layers traced so far put into the mapping that they share
         self.handed: tuple[int, ...] = ()  # places in a layer's tuple of what later layers read beside the hidden state
         self._handed: dict[nn.Module, dict[int, tuple[torch.Size, torch.dtype]]] = {}
         self._handed_of: dict[Any, dict[int, tuple[torch.Size, torch.dtype]]] = {}
@@ -190,7 +194,7 @@ class ModelTracer:
                 for _, leaf in leaves_with_paths(bound):
                     if isinstance(leaf, OtherResult):
                         raise _ReadsOther(leaf.place)
-                self.calls[layer] = Recorded(args, kwargs)
+                self.calls[layer] = with_shared(Recorded(args, kwargs), SharedValues())
                 stream = bound[hidden]
                 if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
                     raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
@@ -272,7 +276,8 @@ class ModelTracer:
     def surroundings(self) -> SurroundingGraph:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
-        lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_called(m)}
+        around = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside}
+        lifted = {n: m for n, m in around.items() if is_called(m) or _holds_alone(m)}
         # but for those that hold nothing but tables in the model's dtype, which their own inputs do not tell
         lifted = {
             n: m
@@ -321,28 +326,50 @@ class ModelTracer:
         self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None], modules: dict[str, Module]
     ) -> None:
         """Tensors that the model reads outside of any module (tables of positions) become modules that return them."""
-        for node in list(graph.nodes):
-            name = str(node.target)
-            if node.op != "get_attr" or used[name] is not None:
-                continue
-            owner, _, leaf = name.rpartition(".")
+        read: dict[str, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if node.op == "get_attr" and used[str(node.target)] is None:
+                read.setdefault(str(node.target).rpartition(".")[0], []).append(node)
+        for owner, nodes in read.items():
             if owner in modules:
+                name = nodes[0].target
                 raise RewriterError(f"{name} is read outside of the module that holds it, which is not supported yet")
-            inner = fx.Graph()
-            value = inner.get_attr(leaf)
-            value.meta["val"] = node.meta["val"]
-            inner.output(value)
-            stored = {leaf: self.body_tracer.stored[name]} if name in self.body_tracer.stored else {}
-            parameter = bool(stored) or name in dict(self.model.named_parameters())
-            shape = {leaf: tuple(map(int, node.meta["val"].shape))} if parameter else {}
-            buffers = {} if parameter else {leaf: self.body_tracer.buffers[name]}
-            kind = type(self.model.get_submodule(owner)).__name__
-            modules[owner] = Body(kind, inner, shape, buffers, {}, kept=(), stored=stored)
-            with graph.inserting_before(node):
+            modules[owner] = self._table(owner, nodes)
+            with graph.inserting_before(nodes[0]):
                 call = graph.call_module(owner, ())
-            call.meta = dict(node.meta)
-            node.replace_all_uses_with(call)
-            graph.erase_node(node)
+                values = (
+                    [call]
+                    if len(nodes) == 1
+                    else [graph.call_function(operator.getitem, (call, i)) for i in range(len(nodes))]
+                )
+            for node, value in zip(nodes, values, strict=True):
+                value.meta = dict(node.meta)
+                node.replace_all_uses_with(value)
+                graph.erase_node(node)
+            if len(nodes) > 1:
+                call.meta["val"] = [value.meta["val"] for value in values]
+
+    def _table(self, owner: str, nodes: Sequence[fx.Node]) -> Body:
+        """A module that takes nothing and returns the tensors of `owner` that these nodes read."""
+        graph, parameters = fx.Graph(), dict(self.model.named_parameters())
+        shapes: dict[str, tuple[int, ...]] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        stored: dict[str, torch.dtype | None] = {}
+        values = []
+        for node in nodes:
+            name = str(node.target)
+            leaf = name.rpartition(".")[2]
+            values.append(graph.get_attr(leaf))
+            values[-1].meta["val"] = node.meta["val"]
+            if name in self.body_tracer.stored:
+                stored[leaf] = self.body_tracer.stored[name]
+            if name in self.body_tracer.stored or name in parameters:
+                shapes[leaf] = tuple(map(int, node.meta["val"].shape))
+            else:
+                buffers[leaf] = self.body_tracer.buffers[name]
+        graph.output(values[0] if len(values) == 1 else tuple(values))
+        kind = type(self.model.get_submodule(owner)).__name__
+        return Body(kind, graph, shapes, buffers, {}, len(values), kept=(), stored=stored)
 
     def _find_static(self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None]) -> None:
         """Record the tensors of the layers' calls that depend on lengths alone, with their evaluation."""
@@ -379,7 +406,9 @@ class ModelTracer:
 
     def _trace_kind(self, index: int) -> LayerKind:
         layer = self.layers[index]
-        call, wiring, static = self.calls[layer], self.wiring(layer), self.static[layer]
+        wiring, static = self.wiring(layer), self.static[layer]
+        shared = SharedValues(self.shared)
+        call = with_shared(self.calls[layer], shared)
         modules = {str(n.target): layer.get_submodule(str(n.target)) for n in wiring.nodes if n.op == "call_module"}
         with (
             torch.no_grad(),
@@ -398,7 +427,9 @@ class ModelTracer:
             name = str(node.target)
             tensors, _ = tensors_of(calls[name])
             known = tuple(static[id(t)][0] for t in tensors if id(t) in static)
+            written, placed = written_outputs(calls[name])
             wanted = _wanted(node, calls[name].output, self.handed)
+            wanted = wanted if wanted is None or not written else (*wanted, *placed)
             path = f"{self.path}.{index}.{name}"
             constants = self._constants(path, modules[name])
             key = (fingerprint(modules[name]), self._static(calls[name]), constants, known, wanted)
@@ -413,7 +444,10 @@ class ModelTracer:
             paths = tensor_paths(calls[name])
             kept = getattr(body, "kept", range(len(paths)))
             outputs = _outputs(calls[name].output, None if isinstance(body, Opaque) else wanted)
-            children[node.name] = Child(name, tuple(paths[i] for i in kept), outputs)
+            after = len(outputs or (0,))
+            places = {key: tuple(after + i for i in of) for key, of in written.items()}
+            children[node.name] = Child(name, tuple(paths[i] for i in kept), outputs, places)
+        self.shared |= shared
         return LayerKind(wiring, bodies, children)
 
     def _trace_child(
@@ -452,6 +486,17 @@ class _ReadsOther(RewriterError):
         self.place = place
 
 
+def _holds_alone(module: nn.Module) -> bool:
+    """True if a module holds parameters itself, and its children hold nothing."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return (
+        own
+        and any(True for _ in module.children())
+        and sum(1 for _ in module.parameters()) == sum(1 for _ in module.parameters(recurse=False))
+        and not any(True for _ in module.buffers())
+    )
+
+
 def _wanted(node: fx.Node, output: Any, handed: Collection[int]) -> tuple[int, ...] | None:
     """The tensors of those that a child returns which the layer uses, by their order; None: all of them.
 
@@ -479,7 +524,7 @@ def _outputs(output: Any, wanted: Collection[int] | None) -> dict[int, int] | No
     if isinstance(output, torch.Tensor):
         return None
     tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
-    kept = range(len(tensors)) if wanted is None else sorted(wanted)
+    kept = range(len(tensors)) if wanted is None else sorted(w for w in wanted if w < len(tensors))
     return {tensors[p]: position for position, p in enumerate(kept)}
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes
+from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes, ops
 from rewriter.ir.op_semantics import aten
 from rewriter.ir.residual import is_add
 from rewriter.tracing.attention_matching import recognise
@@ -40,6 +40,7 @@ from rewriter.tracing.mixer_forms import simplify, unfold_heads, unfolded
 from rewriter.tracing.mixer_functions import is_recurrent
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.per_head import join_pieces
+from rewriter.tracing.shared_values import shared_in, written_values
 
 # what a body reads: by name, the value of a constant made in the forward itself, None for parameters and buffers
 Used = Mapping[str, torch.Tensor | None]
@@ -89,7 +90,8 @@ def example_for(model: nn.Module, config: PreTrainedConfig) -> Example:
 
 
 class FlatSignature(nn.Module):
-    """Gives a module a flat signature: tensors in, tuple of tensors out; of its output those in what `pick` returns."""
+    """Gives a module a flat signature: tensors in, tuple of tensors out: of its output those in what `pick` returns, and
+    what it put into a mapping that layers share."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class FlatSignature(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.rebuild(tensors)
         leaves = pytree.tree_leaves(self.pick(self.inner(*args, **kwargs)))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return (*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *written_values((args, kwargs)))
 
 
 def export_graph(
@@ -171,6 +173,8 @@ class BodyTracer:
                 drop_dead_nodes(graph)
             inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"]
             known = {n: s for n, t in zip(inputs, tensors, strict=True) if (s := static(t)) is not None}
+            held = {id(t) for shared in shared_in((recorded.args, recorded.kwargs)) for t in pytree.tree_leaves(shared)}
+            _read_stored(graph, [n for n, t in zip(inputs, tensors, strict=True) if id(t) in held])
             recognise(graph, self.static_graph(graph, used, f"{path}.", known), used)
             join_pieces(graph, children)
         for node in graph.nodes:
@@ -208,6 +212,13 @@ class BodyTracer:
         """Static values of `graph`, which reads `used` of the module at `prefix`."""
         buffers = {n: self.buffers.get(prefix + n) if value is None else value for n, value in used.items()}
         return StaticGraph(graph, buffers, inputs, self.example.length)
+
+
+def _read_stored(graph: fx.Graph, inputs: Collection[fx.Node]) -> None:
+    """Mark attention whose keys and values are among `inputs`: an earlier layer stored them."""
+    for node in graph.nodes:
+        if node.target is ops.attention and {args_of(node)[1], args_of(node)[2]} <= set(inputs):
+            node.kwargs = {**node.kwargs, "stored": True}
 
 
 def dropout_probability(module: nn.Module, exported: torch.export.ExportedProgram) -> float:

@@ -16,8 +16,20 @@ from torch import fx
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import stream_width
-from rewriter.ir import SPLAT, Body, ChildInput, LayerArgument, Leaf, Module, PythonCall, args_of, drop_dead_nodes, ops
-from rewriter.ir.marks import layer_of, mark, marks
+from rewriter.ir import (
+    SPLAT,
+    Body,
+    ChildInput,
+    LayerArgument,
+    Leaf,
+    Module,
+    PythonCall,
+    args_of,
+    copy_graph,
+    drop_dead_nodes,
+    ops,
+)
+from rewriter.ir.marks import IN_MAPPING, layer_of, mark, marks, set_marks
 from rewriter.ir.op_semantics import kind_of
 from rewriter.ir.residual import is_add
 from rewriter.ir.stream import NoStream, annotate
@@ -25,6 +37,7 @@ from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, resi
 from rewriter.tracing.interception import layer_number, tensors_of
 from rewriter.tracing.masks import refuse_unknown_masks
 from rewriter.tracing.meta_model import TRACE_DTYPE
+from rewriter.tracing.shared_values import SharedValues
 from rewriter.tracing.wiring import bind, cast_to_dtype_of, is_cast, layer_signature
 
 
@@ -152,6 +165,7 @@ def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, di
     graph = fx.Graph()
     modules: dict[str, Module] = {}
     env: dict[fx.Node, Any] = {}
+    shared: dict[Any, tuple[fx.Node, ...]] = {}  # what layers put into the mapping that they share
     ctx: fx.Node | None = None
     for node in around.graph.nodes:
         if node.op == "placeholder":
@@ -160,7 +174,7 @@ def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, di
         if ctx is None:
             ctx = graph.placeholder("ctx")
         if node.op == "call_module" and (index := layer_number(str(node.target))) is not None:
-            results = _Layer(tracer, graph, modules, index, ctx).place([env[a] for a in node.args])
+            results = _Layer(tracer, graph, modules, index, ctx, shared).place([env[a] for a in node.args])
             env[node] = results if len(results) > 1 else results[0]
             continue
         args = tuple(env[a] if isinstance(a, fx.Node) else fx.map_arg(a, env.__getitem__) for a in node.args)
@@ -178,16 +192,60 @@ def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, di
         if node.op == "output":
             new.args = (args_of(new)[0][0],)
     drop_dead_nodes(graph)
+    _drop_dead_results(graph, modules)
     refuse_unknown_masks(graph)
     return graph, modules
+
+
+def _drop_dead_results(graph: fx.Graph, modules: dict[str, Module]) -> None:
+    """Let modules return what the wiring reads of them alone; modules that are alike stay one."""
+    known: dict[Any, Body] = {}
+    for node in graph.nodes:
+        body = modules.get(str(node.target)) if node.op == "call_module" else None
+        call = marks(node).python
+        if not isinstance(body, Body) or call is None or not isinstance(call.index, tuple):
+            continue
+        elements = {args_of(user)[1]: user for user in node.users}
+        kept = tuple(sorted(elements))
+        if len(kept) == body.outputs:
+            continue
+        if (id(body), kept) not in known:
+            known[id(body), kept] = _returning(body, kept)
+        modules[str(node.target)] = known[id(body), kept]
+        index = tuple(call.index[i] for i in kept)
+        mark(node, python=dataclasses.replace(call, index=index if len(kept) > 1 else index[0]))
+        for place, element in ((kept.index(i), user) for i, user in elements.items()):
+            if len(kept) == 1:
+                record = dataclasses.replace(marks(node), handed_on=marks(element).handed_on)
+                element.replace_all_uses_with(node)
+                set_marks(node, record)
+                graph.erase_node(element)
+            else:
+                element.args = (node, place)
+
+
+def _returning(body: Body, kept: tuple[int, ...]) -> Body:
+    """`body` with these of its results alone."""
+    copied, _ = copy_graph(body.graph)
+    results = args_of(copied.output_node())[0]
+    copied.output_node().args = (results[kept[0]] if len(kept) == 1 else tuple(results[i] for i in kept),)
+    drop_dead_nodes(copied)
+    return dataclasses.replace(body, graph=copied, outputs=len(kept))
 
 
 class _Layer:
     """Places the wiring of one layer into the whole-model graph."""
 
     def __init__(
-        self, tracer: ModelTracer, graph: fx.Graph, modules: dict[str, Module], index: int, ctx: fx.Node
+        self,
+        tracer: ModelTracer,
+        graph: fx.Graph,
+        modules: dict[str, Module],
+        index: int,
+        ctx: fx.Node,
+        shared: dict[Any, tuple[fx.Node, ...]],
     ) -> None:
+        self.shared = shared
         self.tracer, self.graph, self.modules, self.index, self.ctx = tracer, graph, modules, index, ctx
         self.layer = tracer.layers[index]
         self.kind = tracer.kind(index)
@@ -201,6 +259,7 @@ class _Layer:
             mark(hidden, hidden=True)
         _, rebuild = tensors_of(self.tracer.calls[self.layer])
         bound = bind(self.layer, *rebuild(tensors))
+        bound = {n: dict(self.shared) if isinstance(value, SharedValues) else value for n, value in bound.items()}
         env: dict[fx.Node, Any] = {}
         for node in self.kind.wiring.nodes:
             if node.op == "placeholder":
@@ -233,6 +292,9 @@ class _Layer:
         if node.target is operator.getitem and isinstance(values[0], _Context):
             item = values[0].value[args_of(node)[1]]
             return item if isinstance(item, fx.Node) else _Context(f"{values[0].name}[{args_of(node)[1]!r}]", item)
+        for value in values:  # which an emitted layer reads as its argument
+            if isinstance(value, _Context) and isinstance(value.value, fx.Node):
+                mark(value.value, argument=value.name)
         unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
         args, kwargs = fx.map_arg(node.args, unwrapped.__getitem__), fx.map_arg(node.kwargs, unwrapped.__getitem__)
         if node.op == "get_attr":
@@ -303,7 +365,11 @@ class _Layer:
         if child.outputs is None:
             mark(new, python=call)
             return new if residual is None else self._add("call_function", operator.add, (residual, new), {})
-        return _Outputs(self, new, call, child.outputs, residual)
+        for key, places in child.written.items():
+            self.shared[key] = tuple(self._add("call_function", operator.getitem, (new, p), {}) for p in places)
+            for element in self.shared[key]:
+                mark(element, handed_on=IN_MAPPING)
+        return _Outputs(self, new, call, child.outputs, sum(map(len, child.written.values())), residual)
 
     def _input(self, node: fx.Node, where: tuple[Any, ...], env: dict[fx.Node, Any], path: str) -> fx.Node:
         """The wiring node of the tensor at path `where` of a call's (args, kwargs)."""
@@ -332,18 +398,25 @@ _PURE: dict[Any, Any] = {operator.imul: operator.mul, operator.itruediv: operato
 class _Outputs:
     """A child's returned Python tuple until its elements are picked."""
 
-    def __init__(self, layer: _Layer, node: fx.Node, call: PythonCall, outputs: Any, residual: fx.Node | None) -> None:
-        self.layer, self.node, self.call, self.outputs, self.residual = layer, node, call, outputs, residual
-        if len(outputs) == 1:
-            mark(node, python=dataclasses.replace(call, index=next(iter(outputs))))
-        else:
-            mark(node, python=dataclasses.replace(call, index=tuple(outputs)))
+    def __init__(
+        self,
+        layer: _Layer,
+        node: fx.Node,
+        call: PythonCall,
+        outputs: Mapping[int, int],
+        written: int,
+        residual: fx.Node | None,
+    ) -> None:
+        self.layer, self.node, self.outputs, self.residual = layer, node, outputs, residual
+        self.alone = len(outputs) + written == 1
+        index = next(iter(outputs)) if self.alone else (*outputs, *[IN_MAPPING] * written)
+        mark(node, python=dataclasses.replace(call, index=index))
 
     def item(self, index: int) -> Any:
         if index not in self.outputs:
             return _Context(f"{self.node.name}[{index}]", None)
         value = self.node
-        if len(self.outputs) > 1:
+        if not self.alone:
             place = self.outputs[index]
             after = [n for n in self.node.users if n.target is operator.getitem] or [self.node]
             if (known := next((n for n in after if n.args[1:] == (place,)), None)) is None:

@@ -39,7 +39,7 @@ from rewriter.emit.huggingface.wiring_code import LayerArguments, WiringPrinter,
 from rewriter.emit.python_source import UniqueNames, broken
 from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes, ops
 from rewriter.ir.communication import local_values
-from rewriter.ir.marks import in_stream, layer_of, marks, stream_index
+from rewriter.ir.marks import IN_MAPPING, in_stream, layer_of, marks, stream_index
 from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.ir.phases import REWIRED
 from rewriter.ir.residual import computes, is_add, is_scaling, residual_blocks
@@ -162,13 +162,13 @@ class LayerFlow:
                 f"one value has to leave the decoder layers of {program.source.model_type}; here: {names}"
             )
         self.last_use[leaving[0]] = count
-        self.last_use |= {n: layer_of(n) for n in inside if marks(n).handed_on is not None}
+        self.last_use |= {n: layer_of(n) for n in inside if marks(n).handed_on not in (None, IN_MAPPING)}
         for node in reversed(self.nodes):
             layer = marks(node).layer
             if layer is None or node not in self.last_use:
                 continue
             for operand in operands(node):
-                if operand.target == REWIRED:
+                if operand.target == REWIRED or marks(operand).argument is not None:
                     continue  # an argument of its own
                 home = marks(operand).layer
                 if home is not None and home > layer:
@@ -239,6 +239,9 @@ class _HuggingFaceLayers:
         self.statements: list[tuple[str, str]] = []
         for node in takes[1:]:
             self.names[node] = self.unique.new("earlier_states")
+        for operand in (n for node in inside for n in node.all_input_nodes):
+            if (argument := marks(operand).argument) is not None:
+                self.names[operand] = argument
         for node in inside:
             if node.op == "get_attr":
                 self.names[node] = self._expression(node, {})
@@ -259,7 +262,7 @@ class _HuggingFaceLayers:
             self.arguments,
             any(node.target is ops.where_rewired for node in inside),
             ages,
-            {place: self.names[n] for n in inside if (place := marks(n).handed_on) is not None},
+            {place: self.names[n] for n in inside if (place := marks(n).handed_on) not in (None, IN_MAPPING)},
         )
 
     def _width(self, node: fx.Node) -> int:

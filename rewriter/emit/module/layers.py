@@ -6,10 +6,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from rewriter.emit.module.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.module.wiring import Entry, Segments, Wiring
 from rewriter.emit.python_source import UniqueNames, assignment, attribute
-from rewriter.ir import Body, Leaf, Module, Parameter, args_of, ops, wiring_tensors
+from rewriter.ir import (
+    Body,
+    Leaf,
+    Module,
+    Parameter,
+    Program,
+    args_of,
+    called_module,
+    ops,
+    placeholders,
+    wiring_tensors,
+)
 from rewriter.ir.labels import reduced_shape, value_of
 from rewriter.ir.marks import marks
 from rewriter.ir.residual import residual_blocks
@@ -67,6 +80,8 @@ class RuntimeLayerPrinter:
         self.main = wirings.get("rewired", wirings[""])  # whose layers give classes their names
         self.program = self.main.program
         self.slot_specs: list[str] = []
+        self.owners = key_owners(self.program)
+        self.first_slots: dict[str, int] = {}  # by path of a layer's child
 
     def run(self) -> tuple[list[RuntimeLayer], str]:
         """(the layers, the source of their classes)."""
@@ -150,8 +165,12 @@ class RuntimeLayerPrinter:
         slot, constructors = len(self.slot_specs), {}
         for name, child in children.items():
             taken = len(self.slot_specs) - slot
-            constructors[name] = self.table.construct(child, f"slot + {taken}" if taken else "slot")
-            self.slot_specs += cache_slots(child)
+            place = f"slot + {taken}" if taken else "slot"
+            if (owner := self.owners.get(f"{path}.{name}")) is not None:
+                place = str(self.first_slots[owner])
+            constructors[name] = self.table.construct(child, place)
+            self.first_slots[f"{path}.{name}"] = len(self.slot_specs)
+            self.slot_specs += cache_slots(child, f"{path}.{name}" in self.owners.values())
         classes = [self.table.add(m) for m in children.values() if isinstance(m, Body)]
         needs_group = (
             any(wiring.needs_group(index) for wiring in self.wirings.values())
@@ -200,15 +219,36 @@ def _place(layers: Sequence[int], families: Sequence[str]) -> str:
     return ""
 
 
-def cache_slots(child: Module) -> list[str]:
-    """The cache entries of what a layer's child keeps between calls, as constructor expressions, in order."""
+def key_owners(program: Program) -> dict[str, str]:
+    """By path of a layer's child that reads keys which an earlier one stored, the path of that one."""
+    owners: dict[str, str] = {}
+    for node in program.graph.nodes:
+        body = called_module(node, program.modules)
+        for inner in body.graph.nodes if isinstance(body, Body) else ():
+            if inner.target is ops.attention and inner.kwargs.get("stored"):
+                given = dict(zip(placeholders(body.graph), node.args, strict=True))
+                source = given[args_of(inner)[1]]
+                while isinstance(source, fx.Node) and source.op != "call_module":
+                    source = source.all_input_nodes[0]
+                owners[str(node.target)] = str(source.target)
+    return owners
+
+
+def cache_slots(child: Module, shared: bool = False) -> list[str]:
+    """The cache entries of what a layer's child keeps between calls, as constructor expressions, in order.
+
+    With `shared`, later layers read them too: all tokens are kept, for those that a window hides from the last of
+    several new tokens are seen by the first.
+    """
     slots = []
     for node in child.graph.nodes if isinstance(child, Body) else ():
+        if node.target is ops.attention and node.kwargs.get("stored"):
+            continue
         if node.target is ops.attention:
             k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
             heads = marks(node).local_kv_heads or reduced_shape(k)[1]
             cached = None if "keys" in node.kwargs else node.kwargs["mask"].cached  # places count from the first token
-            window = f", window={cached}" if cached is not None else ""
+            window = f", window={cached}" if cached is not None and not shared else ""
             slots.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
         elif node.target is ops.remember:
             slots.append(f"SlotSpec(1, {reduced_shape(value_of(node))[-1]}, 0)")

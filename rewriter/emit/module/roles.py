@@ -39,6 +39,8 @@ class Roles:
             return "x_own" if node in self.local else "x"
         if node.op == "placeholder":
             return str(node.target)
+        if marks(node).handed_on is not None:
+            return self.in_context(node)
         if node.op == "call_module":
             return last_name(str(node.target).partition("#")[0])
         if node.target is ops.all_reduce_start:
@@ -96,4 +98,4 @@ class Roles:
                 if isinstance(body, Body):
                     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
                     return str(inputs[user.args.index(node)].target)
-        return self.of(node)
+        return "handed_on" if marks(node).handed_on is not None else self.of(node)

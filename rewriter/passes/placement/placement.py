@@ -50,14 +50,14 @@ def split_body(body: Body, ranks: int) -> SplitBody:
     first, *others = _results(state)
     if first not in state.partial:
         raise Unsplittable("its output is not a sum over heads or channels")
-    if any(n in state.partial or n in state.local for n in others):
-        raise Unsplittable("it returns several tensors, and ranks would hold parts of one beside the first")
+    if any(n in state.partial or (n in state.local and n not in state.sharded) for n in others):
+        raise Unsplittable("it returns several tensors, and ranks would hold different values of one beside the first")
     return state.result()
 
 
 def _place(state: PlacementState, node: fx.Node, exits: set[fx.Node]) -> None:
     sharded = state.sharded
-    if node.op == "placeholder" and node in sharded:
+    if node.op == "placeholder" and node in sharded and not _is_stored(node):
         raise Unsplittable(f"its input {node.name} would be split")
     if node.op == "get_attr" and node in sharded:
         if str(node.target) in state.body.buffers:
@@ -72,6 +72,11 @@ def _place(state: PlacementState, node: fx.Node, exits: set[fx.Node]) -> None:
         place_product(state, node, product, exits)
     elif node.op == "call_function":
         place_function(state, node)
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """True for keys or values that an earlier layer stored: their heads are where that layer's are."""
+    return any(user.target is ops.attention and user.kwargs.get("stored") for user in node.users)
 
 
 def _take_own_ranges(state: PlacementState, node: fx.Node) -> None:

@@ -19,10 +19,13 @@ Split = tuple[int, tuple[Ranges, ...]]
 
 @dataclass
 class SplitBody:
-    """A rank's part of a body, and how the body's parameters are split."""
+    """A rank's part of a body, and how the body's parameters are split, and those of its inputs and results of which
+    ranks hold parts, by their place."""
 
     body: Body
     shards: dict[str, Shard] = field(default_factory=dict)
+    inputs: dict[int, Split] = field(default_factory=dict)
+    results: dict[int, Split] = field(default_factory=dict)
 
 
 class PlacementState:
@@ -98,7 +101,10 @@ class PlacementState:
         sizes = {name: resized(own[name], shard.dim, held(shard.ranges)) for name, shard in split.items()}
         parameters = {**own, **sizes}
         body = replace(self.body, graph=self.graph, modules=self.modules, parameters=parameters, shared=shared)
-        return SplitBody(body, self.shards)
+        result = args_of(self.graph.output_node())[0]
+        ends = placeholders(self.graph), [result] if isinstance(result, fx.Node) else result
+        inputs, results = ({i: self.sharded[n] for i, n in enumerate(of) if n in self.sharded} for of in ends)
+        return SplitBody(body, self.shards, inputs, results)
 
 
 def _profile(labels: torch.Tensor, dim: int) -> torch.Tensor:

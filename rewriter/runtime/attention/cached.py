@@ -6,6 +6,8 @@ sequences, `decode` for tokens after them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,11 +37,12 @@ def attention(
     bias: Tensor | None = None,
     slopes: Tensor | None = None,
     keys: Tensor | None = None,
+    stored: bool = False,
 ) -> Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` and `ctx` show; returns o [B, H, S, E] in q's dtype.
 
     q, k and v are those of the S new tokens; query head h reads key/value head h // (H / K). With `ctx.cache` they
-    are stored under `slot` and the earlier ones are seen too. `softcap` c replaces scores by c · tanh(scores / c);
+    are stored under `slot` (with `stored`, an earlier layer has done so) and the earlier ones are seen too. `softcap` c replaces scores by c · tanh(scores / c);
     `sinks` [H] adds a logit per head that takes probability and returns nothing; `bias` broadcasts to [B, H, S, T], T
     the keys in view; `slopes` [H] adds slope · (t − s) for a query at s and a key at t; of `keys` int64 [B, S,
     n], as `top_keys` gives them, a query sees no others. Padding (the first `ctx.first_valid` positions of a row) is
@@ -51,7 +54,8 @@ def attention(
     view, and for a bias, slopes, chosen keys or softcap where other ranks hold keys.
     """
     if ctx.shards is not None or isinstance(ctx.cache, SequenceCache):
-        given = {"softcap": softcap, "position bias": bias if slopes is None else slopes, "choice of keys": keys}
+        given: dict[str, Any] = {"softcap": softcap, "position bias": bias if slopes is None else slopes}
+        given |= {"choice of keys": keys, "layer whose keys it reads": stored or None}
         if what := next((name for name, value in given.items() if value is not None), None):
             raise RewriterError(
                 f"attention: slot {slot!r} has a {what}, but attention over tokens of several ranks has none. Rewrite "
@@ -62,8 +66,9 @@ def attention(
     if ctx.cache is not None:
         follows = ctx.position is not None and q_BHSD.shape[2] == 1
         if follows and bias is None and slopes is None and keys is None and without_masks(q_BHSD):
-            return _one_token(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, softcap, sinks)
-        k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
+            return _one_token(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, softcap, sinks, stored)
+        put = ctx.cache.appended if stored else ctx.cache.append
+        k_BKSD, v_BKSE, positions = put(slot, k_BKSD, v_BKSE, ctx.position)
     queries, length = q_BHSD.shape[2], k_BKSD.shape[2]
     if bias is not None and ctx.cache is not None:  # it was computed for the tokens of this call
         raise RewriterError(
@@ -122,12 +127,15 @@ def _one_token(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    stored: bool,
 ) -> Tensor:
     """A new token after others in a StaticCache."""
     cache, position, first_B = ctx.cache, ctx.position, ctx.first_valid
     assert isinstance(cache, StaticCache)
     assert position is not None
-    keys, values = cache.store_one(slot, k_BK1D, v_BK1E, position)
+    if not stored:
+        cache.store_one(slot, k_BK1D, v_BK1E, position)
+    keys, values = cache.keys[slot], cache.values[slot]
     if mask.kind == "chunk":  # it begins where padding says
         assert mask.size is not None
         padding_B = position.new_zeros(q_BH1D.shape[0]) if first_B is None else first_B
