@@ -78,7 +78,7 @@ class WithheldReference:
             twin = self._twin(rank)
             for index, block in enumerate(self.blocks):
                 for path in (*block.sums, *block.tails):
-                    hook = _Hook(self, index, path in block.tails, group, rank, rewired)
+                    hook = _Hook(self, index, path in block.tails, group, rank, rewired, count * rows)
                     twin.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
             given = {name: repeated(x) for name, x in kwargs.items()}
             logits: torch.Tensor = twin(input_ids=repeated(input_ids), use_cache=False, **given).logits
@@ -124,14 +124,15 @@ class _Hook:
         group: Group,
         rank: int,
         rewired: torch.Tensor | None,
+        rows: int,
     ) -> None:
-        self.reference, self.block, self.is_tail = reference, block, is_tail
+        self.reference, self.block, self.is_tail, self.rows = reference, block, is_tail, rows
         self.group, self.rank, self.rewired = group, rank, rewired
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         for shared in (value for value in (*args, *kwargs.values()) if isinstance(value, MutableMapping)):
             for key, values in list(shared.items()):  # keys and values that later layers read
-                if isinstance(values, tuple):
+                if isinstance(values, tuple) and all(x.shape[0] == self.rows for x in values):
                     shared[key] = tuple(self._of(x, False) for x in values)
         if isinstance(output, torch.Tensor):
             return self._of(output, True)

@@ -123,7 +123,9 @@ def _unpacked(node: fx.Node) -> list[fx.Node | None] | None:
     users = list(node.users)
     if not users or not all(u.target is operator.getitem and isinstance(args_of(u)[1], int) for u in users):
         return None
-    value = node.meta.get("val")
+    value, call = node.meta.get("val"), marks(node).python
+    if call is not None and isinstance(call.index, tuple):
+        value = call.index  # one per result, of which a rewritten wiring may read some alone
     count = len(value) if isinstance(value, (tuple, list)) else max(args_of(u)[1] for u in users) + 1
     pieces: list[fx.Node | None] = [None] * count
     for user in users:
