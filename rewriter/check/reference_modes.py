@@ -91,9 +91,10 @@ class ModelReference:
             structure = find_structure(model)
         except RewriterError:  # a stream that cannot be followed in torch calls
             return WithheldReference(model, self.blocks, mix, self.ranks, exact=exact, whole=whole)
-        # a block with sums inside is several to who follows additions, and one that ranks do not share is like others
-        same = len(structure.starts) == len(self.blocks) and not any(block.local for block in self.blocks)
-        if not same and all(mode.mode in _LATE for mode in (*mix.values(), *exact.values())):
+        # to who follows additions a block with sums inside is several, one that ranks do not share is like any other,
+        # and what scales a write is read with it
+        alike = len(structure.starts) == len(self.blocks) and not any(b.local or b.mixes for b in self.blocks)
+        if not alike and all(mode.mode in _LATE for mode in (*mix.values(), *exact.values())):
             return WithheldReference(model, self.blocks, mix, self.ranks, exact=exact, whole=whole)
         mix, exact = (layer_modes(model, passes, whole, structure) for passes in both)
         return PerRankReference(model, mix, self.ranks, exact=exact, whole=whole)
@@ -137,8 +138,10 @@ def reference_of(program: Program, passes: Sequence[Any]) -> ModelReference:
 def block_ends(program: Program) -> list[BlockEnds]:
     """The blocks of the model that `program` was traced from."""
     origin = program.origin or program
+    mixing = {marks(n).carry for n in origin.graph.nodes if n.op == "call_module"}
     return [
-        BlockEnds(block.layer, *write_calls(block, origin.modules), block.local) for block in residual_blocks(origin)
+        BlockEnds(block.layer, *write_calls(block, origin.modules), block.local, block.index in mixing)
+        for block in residual_blocks(origin)
     ]
 
 

@@ -243,9 +243,10 @@ class Watch(TorchFunctionMode):
             return self._same(func, first, args, kwargs)
         if len(args) == 2 and tokens[1] is not None and self._scales(name, args[::-1], kwargs) and "div" not in name:
             return self._same(func, tokens[1], args[::-1], kwargs)
-        if first is not None and name == "__getitem__" and self._between_layers() and not any(tokens[1:]):
-            if func(*args, **kwargs).shape == first.tensor.shape:  # all tokens, where a model may leave some out
-                return self._same(func, first, args, kwargs)
+        taken = first is not None and name == "__getitem__" and self._between_layers() and not any(tokens[1:])
+        # all tokens, where a model may leave some out
+        if first is not None and taken and func(*args, **kwargs).shape == first.tensor.shape:
+            return self._same(func, first, args, kwargs)
         if first is not None and self.chain is not None and self._between_layers():
             if name == "__getitem__":
                 now = first.as_token(self.ledger.between(first.value)).to(first.tensor.dtype)

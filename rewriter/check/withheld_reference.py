@@ -29,12 +29,14 @@ from rewriter.common.errors import RewriterError
 @dataclass(frozen=True)
 class BlockEnds:
     """A block of the source, by paths of modules: `sums` give what ranks sum, and `tails` (norms) stand between them
-    and the stream. `local`: every rank computes all of it."""
+    and the stream. `local`: every rank computes all of it. `mixes`: modules of the source compute what it carries on of
+    the stream, or scales by."""
 
     layer: int
     sums: tuple[str, ...]
     tails: tuple[str, ...] = ()
     local: bool = False
+    mixes: bool = False
 
 
 class WithheldReference:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from rewriter.ir import ops
+from rewriter.ir.marks import marks
 from rewriter.ir.structure import Body, Leaf, Opaque, ProgramData, Shape, args_of, placeholders
 
 Value = Shape | tuple[Shape, ...] | None
@@ -66,6 +67,13 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
         else:
             shapes[node] = broadcast([s for s in inputs if is_shape(s)])
     return shapes
+
+
+def stream_shape(program: ProgramData) -> Value:
+    """The shape of the residual stream: [B, S, D], [B, S, n, D] of n streams, [B, S, n · D] of n in one; None without
+    one."""
+    written = next((n for n in program.graph.nodes if marks(n).stream == 1), None)
+    return None if written is None else wiring_shapes(program)[written]
 
 
 def is_shape(value: Value) -> TypeGuard[Shape]:

@@ -43,6 +43,7 @@ from rewriter.ir.marks import IN_MAPPING, in_stream, layer_of, marks, stream_ind
 from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.ir.phases import REWIRED
 from rewriter.ir.residual import computes, is_add, is_scaling, residual_blocks
+from rewriter.ir.shapes import stream_shape
 
 _ON_ALL = (ops.copy_to_group, ops.agreed)  # the same value
 _PAD = " " * 8  # of statements of a method
@@ -62,7 +63,7 @@ class PrintedLayer:
     otherwise than others, told by its argument `rewired`.
     `ages` says of each value given how many blocks old it is (0: the stream itself; None: not a stream value).
     `handed_on` are values that it returns beside its hidden state, by their place in the tuple that the source's layer
-    returns.
+    returns. `streams`: the residual stream is several vectors of a token, [B, S, n, D].
     """
 
     takes: tuple[str, ...]
@@ -76,6 +77,7 @@ class PrintedLayer:
     rewires: bool = False
     ages: tuple[int | None, ...] = field(default=(), compare=False)
     handed_on: Mapping[int, str] = field(default_factory=dict)
+    streams: bool = False
 
     @property
     def packed(self) -> tuple[bool, bool]:
@@ -103,6 +105,8 @@ class PrintedLayer:
         if packed_in:
             names = names if len(self.takes) > 1 else f"({names},)"
             call = f"unpack({hidden}, self.takes)" if bound else f"{hidden}.chunk({len(self.takes)}, dim=-1)"
+            if self.streams:  # the source's code takes their vectors together
+                call = f"(streams.contiguous() for streams in {call})"
             lines.append(f"{_PAD}{names} = {call}")
         if self.arguments.takes_cache:
             lines.append(f"{_PAD}cache = take_cache(kwargs)")
@@ -198,6 +202,7 @@ class _HuggingFaceLayers:
         self.ranks = program.mesh.get("tp", 1)
         self.local = local_values(program.graph, program.parameters)
         self.labels = _stream_labels(program)
+        self.streams = len(stream_shape(program) or ()) > 3
         self.form: dict[fx.Node, Form] = {}
         for node in program.graph.nodes:
             self.form[node] = self._form(node)
@@ -263,6 +268,7 @@ class _HuggingFaceLayers:
             any(node.target is ops.where_rewired for node in inside),
             ages,
             {place: self.names[n] for n in inside if (place := marks(n).handed_on) not in (None, IN_MAPPING)},
+            self.streams,
         )
 
     def _width(self, node: fx.Node) -> int:

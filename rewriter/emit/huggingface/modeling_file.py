@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import transformers
 
 from rewriter.common.packages import VERSION
+from rewriter.common.text_settings import stream_width
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.per_rank import PerRankModule
 from rewriter.emit.huggingface.source_check import checking_code
@@ -27,6 +28,7 @@ from rewriter.emit.python_source import (
 from rewriter.ir import Leaf, Program, Source, args_of, ops
 from rewriter.ir.marks import marks
 from rewriter.ir.phases import REWIRED, prompt_phase
+from rewriter.ir.shapes import is_shape, stream_shape
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
 _REWIRED = (
@@ -284,14 +286,25 @@ def _rewiring(program: Program, bound: bool, caches: bool, phased: bool) -> list
     if caches:
         own = "        layer.__class__ = layer_class\n"
         rewire = rewire.replace(own, f"{own}        name_caches(layer)\n")
-    parts = [rewire, source_of(model.is_missing)]
-    parts += [source_of(model.require_packed_width), source_of(narrow)]
+    narrowing, several = source_of(narrow), _vectors(program)
+    if several > 1:
+        size = "config.get_text_config().hidden_size"
+        rewire = rewire.replace(size, f"VECTORS * {size}")
+        narrowing = narrowing.replace("output[0].shape[-1]", "VECTORS * output[0].shape[-1]")
+        rewire = f"VECTORS = {several}  # of the hidden size, that the residual stream of a token is\n\n\n{rewire}"
+    parts = [rewire, source_of(model.is_missing), source_of(model.require_packed_width), narrowing]
     parts += [source_of(per_rank.refuse_engines)] * bound
     if phased:
         told = (phases.tell_layers, phases.tell_rewired, phases.check_rewired, phases.leave_out_rewired)
         which = (phases.cached_tokens, phases.rewired_tokens, phases.with_rewired, phases.PhasedGeneration)
         parts += [source_of(part) for part in (*told, *which)]
     return [*parts, *[source_of(per_rank.refuse_dropout)] * drops]
+
+
+def _vectors(program: Program) -> int:
+    """The width of the residual stream, in vectors of the hidden size."""
+    shape, width = stream_shape(program), stream_width(program.source.config)
+    return int(shape[-1]) // width if is_shape(shape) and isinstance(shape[-1], int) and width else 1
 
 
 def _drops_out(program: Program) -> bool:
