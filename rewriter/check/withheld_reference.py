@@ -58,10 +58,10 @@ class WithheldReference:
     ) -> None:
         self.model, self.blocks, self.ranks, self.whole = model, blocks, ranks, whole
         self.wirings = [_missed(blocks, m) for m in (mix, exact or {})]
-        self.own = {j for m in (mix, exact or {}) for j, b in enumerate(blocks) if _mode(m, b) == "own_partial"}
-        missed = {b for wiring in self.wirings for b in wiring if b is not None}
-        self.copies = {b: 1 + i for i, b in enumerate(sorted(missed))}
-        self.parted = {b for j in self.own for w in self.wirings if (b := w[j]) is not None}
+        missed = sorted({read for wiring in self.wirings for read in wiring if read is not None})
+        self.copies = {read: 1 + i for i, read in enumerate(missed)}
+        own = {index for w in self.wirings for index, read in enumerate(w) if read is not None and read[1]}
+        self.parted = own | {block for block, of_rank in missed if of_rank}
 
     def __call__(self, input_ids: torch.Tensor, rewired: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """Logits [B, S, vocabulary] for `input_ids` [B, S] (int64); `kwargs` as for the model. No cache is used.
@@ -149,23 +149,23 @@ class _Hook:
         of, index = self.reference, self.block
         count = 1 + len(of.copies)
         copies = list(output.chunk(count, 0))
-        withheld, parted = of.copies.get(index), index in of.parted
+        nothing, own = (of.copies.get((index, kind)) for kind in (False, True))
         if not self.is_tail:
             value = self._read(copies)
             total = value
-            if is_result and parted and of.ranks > 1:
+            if is_result and index in of.parted and of.ranks > 1:
                 total = self.group.all_reduce(self.rank, value)
             copies = [total] * count
-            if withheld is not None and parted and is_result:
-                copies[withheld] = value
-        if withheld is not None and is_result and not parted:
-            copies[withheld] = torch.zeros_like(copies[0])
+            if own is not None and is_result:
+                copies[own] = value
+        if nothing is not None and is_result:
+            copies[nothing] = torch.zeros_like(copies[0])
         return torch.cat(copies)
 
     def _read(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result of the copy that the block reads, at each token by the wiring of that token."""
         places = (wiring[self.block] for wiring in self.reference.wirings)
-        value, exact = (copies[0 if b is None else self.reference.copies[b]] for b in places)
+        value, exact = (copies[0 if read is None else self.reference.copies[read]] for read in places)
         if self.rewired is None:
             return value
         mask = self.rewired.reshape(*self.rewired.shape, *[1] * (value.ndim - 2))
@@ -176,9 +176,10 @@ def _mode(mix: Mapping[int, LayerMode], block: BlockEnds) -> str:
     return mix.get(block.layer, LayerMode()).mode
 
 
-def _missed(blocks: Sequence[BlockEnds], mix: Mapping[int, LayerMode]) -> list[int | None]:
-    """By block, the one whose write it misses: the last before it that ranks share, where it reads late."""
-    missed: list[int | None] = []
+def _missed(blocks: Sequence[BlockEnds], mix: Mapping[int, LayerMode]) -> list[tuple[int, bool] | None]:
+    """By block, the one whose write it misses (the last before it that ranks share), where it reads late, and whether
+    it reads this rank's own part of that: what every rank computes in full does not."""
+    missed: list[tuple[int, bool] | None] = []
     for index, block in enumerate(blocks):
         mode, found = _mode(mix, block), None
         if mode not in ("standard", "ladder", "own_partial"):
@@ -188,7 +189,7 @@ def _missed(blocks: Sequence[BlockEnds], mix: Mapping[int, LayerMode]) -> list[i
                 if _mode(mix, blocks[before]) not in (mode, "standard"):
                     break
                 if not blocks[before].local:
-                    found = before
+                    found = before, mode == "own_partial" and not block.local
                     break
         missed.append(found)
     return missed

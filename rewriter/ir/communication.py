@@ -19,8 +19,8 @@ from torch import fx
 from rewriter.common.text_settings import declared_dtype
 from rewriter.ir import Module, Parameter, Program, args_of, nodes_inside, ops, reachable
 from rewriter.ir.marks import block_of, marks
-from rewriter.ir.op_semantics import ends_collective, function_of, sends
-from rewriter.ir.residual import computes
+from rewriter.ir.op_semantics import ends_collective, function_of, kind_of, sends
+from rewriter.ir.residual import computes, is_carry
 from rewriter.ir.shapes import wiring_shapes
 from rewriter.kernels import parse_format, slice_length
 
@@ -207,12 +207,14 @@ def producer(node: fx.Node) -> str:
 
 
 def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node]:
-    """The starts of a wiring with another module's matrix products between them and their wait."""
+    """The starts of a wiring with another module's matrix products between them and their wait, or what mixes the
+    streams that their block carries on."""
     return {start for start, blocks in computed_meanwhile(graph, modules).items() if blocks}
 
 
 def computed_meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[fx.Node, list[int | None]]:
-    """By start of a reduction, the block of each module with matrix products that runs before its wait."""
+    """By start of a reduction, the block of each module with matrix products that runs before its wait, and of what
+    mixes streams."""
     pending: dict[fx.Node, list[int | None]] = {}
     ended: dict[fx.Node, list[int | None]] = {}
     for node in graph.nodes:
@@ -220,7 +222,12 @@ def computed_meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[f
             pending[node] = []
         elif node.target is ops.all_reduce_wait:
             ended[args_of(node)[0]] = pending.pop(args_of(node)[0])
-        elif pending and node.op == "call_module" and computes(modules[str(node.target)]):
+        elif pending and (_mixes(node) or (node.op == "call_module" and computes(modules[str(node.target)]))):
             for blocks in pending.values():
-                blocks.append(block_of(node))
+                blocks.append(marks(node).carry if _mixes(node) else block_of(node))
     return ended
+
+
+def _mixes(node: fx.Node) -> bool:
+    """True if a node mixes what a block carries on by products, or calls a module for it alone."""
+    return is_carry(node) and (node.op == "call_module" or kind_of(node) == "product")

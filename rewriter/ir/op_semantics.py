@@ -152,7 +152,7 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
                         aten.argsort.default, aten.logcumsumexp.default]),
     (Operator("top"), [aten.topk.default]),
     (Operator("normalization", sizes=1), [aten.layer_norm.default, aten.rms_norm.default]),
-    (Operator("product"), [aten.mm.default, aten.bmm.default, aten.matmul.default]),
+    (Operator("product"), [aten.mm.default, aten.bmm.default, aten.matmul.default, torch.matmul]),
     (Operator("product", bias=2, transposed=True), [aten.linear.default]),
     (Operator("product", bias=0, factors=(1, 2)), [aten.addmm.default, aten.baddbmm.default]),
     (Operator("convolution"), _overloads("convolution", "conv1d", "conv2d", "conv3d", "_convolution")),

@@ -4,9 +4,7 @@ rank.
 The mode of a block (`rewriter.ir.marks.Mode`) is a mark on the stream value that it writes. `settle_reads` derives
 from the marks alone what each block reads, so that passes may come in any order and mix freely.
 
-A value is *local* when ranks hold different ones: partial sums, shards, and everything computed from a per-rank
-residual. Gradients of a local value are local too, so what all ranks share passes `copy_to_group` (whose gradient is an
-all-reduce) where it meets a local value: residuals, norm weights, latent projections, routers.
+Bodies for values that differ by rank are made by `rewriter.passes.localised`.
 """
 
 from __future__ import annotations
@@ -29,20 +27,17 @@ from rewriter.ir import (
     Program,
     args_of,
     bypass,
-    copy_graph,
     drop_dead_nodes,
     ops,
-    placeholders,
     put_after,
     reachable,
 )
 from rewriter.ir.communication import local_values
-from rewriter.ir.labels import is_tensor, tensor_inputs
 from rewriter.ir.marks import STANDARD, Marks, Mode, in_stream, mark, marks, new_call, set_marks, stream_index
-from rewriter.ir.op_semantics import data_of, ends_collective, function_of, kind_of
+from rewriter.ir.op_semantics import data_of, function_of, kind_of
 from rewriter.ir.residual import Block, blocks_of, computes, is_scaling, read_index, stream_values
 from rewriter.ir.stream import weighs, why_no_stream
-from rewriter.passes.placement.placement_state import copied_to_group, differentiable
+from rewriter.passes.localised import localise
 from rewriter.passes.placement.units import AXIS
 from rewriter.passes.selection import ALL, Selection, resolve, spans
 
@@ -229,8 +224,8 @@ class _LateReads:
         self.replayed: dict[tuple[int, fx.Node], fx.Node] = {}
 
     def settle(self, block: Block) -> None:
-        """Let `block` read late."""
-        value = self._late(block.index, block)
+        """Let `block` read late. What every rank computes in full is given what ranks agree on."""
+        value = self._late(block.index, block, block.mode.reads == "earlier_and_own" and not block.local)
         reads = _reads(block)
         if value in self.stream and not all(in_stream(source) for _, source in reads):
             # an earlier pass made its modules fit for values that differ by rank: gradients are summed before them
@@ -239,16 +234,17 @@ class _LateReads:
                 value = new_call(self.graph, record, ops.copy_to_group, value, AXIS)
         self._read(block, value)
 
-    def _late(self, index: int, reader: Block) -> fx.Node:
-        """What a block in the place `index` reads late, where a block of the mode of `reader` does."""
+    def _late(self, index: int, reader: Block, own: bool) -> fx.Node:
+        """What a block in the place `index` reads late, where a block of the mode of `reader` does; with `own`, with
+        this rank's own part of what is late."""
         before = self.blocks[index - 1] if index else None
         other = before is not None and before.mode != reader.mode
         if before is None or (other and (before.mode.own_residual or before.mode.reads != "newest")):
             return self.stream[index]
         if before.local:
-            earlier = self._late(before.index, reader)
-            return self.stream[index] if earlier is self.stream[before.index] else self._replay(before, earlier)
-        if reader.mode.reads == "earlier":
+            earlier = self._late(before.index, reader, own)
+            return self.stream[index] if earlier is self.stream[before.index] else self._replay(before, earlier, own)
+        if not own:
             return before.carried[0] if len(before.carried) == 1 else self._sum(before)
         value = _with_own_partial(before, reader, self.program.modules, self.name)
         self.bound.add(before.index)
@@ -268,15 +264,16 @@ class _LateReads:
                 total = new_call(self.graph, record, operator.add, total, term)
         return total
 
-    def _replay(self, block: Block, earlier: fx.Node) -> fx.Node:
+    def _replay(self, block: Block, earlier: fx.Node, own: bool) -> fx.Node:
         """What a block that ranks do not share makes of the stream, with `earlier` in place of what it carries on."""
         key = (block.index, earlier)
         if key not in self.replayed:
             record = Marks(layer=marks(block.add).layer, reads=_stands_for(earlier))
-            with self.graph.inserting_before(block.add.next):
-                total, *others = carried_on(block, earlier, record)
+            with self.graph.inserting_before(max(block.add, earlier).next):
+                total, *others = carried_on(block, earlier, record, own)
                 for term in (*others, *block.writes):
-                    total = new_call(self.graph, record, operator.add, total, term)
+                    entering = new_call(self.graph, record, ops.copy_to_group, term, AXIS) if own else term
+                    total = new_call(self.graph, record, operator.add, total, entering)
             self.replayed[key] = total
         return self.replayed[key]
 
@@ -285,8 +282,8 @@ class _LateReads:
         inside, modules = set(block.branch), self.program.modules
         work = [n for n in block.branch if n.op == "call_module" and weighs(modules[str(n.target)])]
         late = set(reachable(work, lambda n: (s for s in data_of(n) if s in inside)))
-        given = {source: value for _, source in _reads(block)}
-        for node in block.branch:
+        given = {source: value for _, source in _reads(block) if source is not value}
+        for node in block.branch if given else ():
             if node not in late:
                 continue
             if marks(node).carry is None:
@@ -297,10 +294,25 @@ class _LateReads:
                 given[node] = self.graph.node_copy(node, lambda n: given.get(n, n))
             mark(given[node], carry=None)
             mark(node, block=None)
+        for node in given:
+            if node.op == "call_module" and node in inside and block.mode.reads == "earlier_and_own":
+                self._agree_on(node)
+
+    def _agree_on(self, node: fx.Node) -> None:
+        """Let ranks agree on what a module computes for K and b, that computes with values that differ by rank, too."""
+        record = marks(node).only("layer", "carry")
+        with self.graph.inserting_before(node):
+            for source in node.all_input_nodes:
+                if str(source.target) != "ctx":
+                    node.replace_input_with(source, new_call(self.graph, record, ops.copy_to_group, source, AXIS))
+        elements = [user for user in node.users if user.target is operator.getitem]
+        for value in elements or [node]:
+            set_marks(put_after(value, ops.agreed, AXIS), record)
 
 
-def carried_on(block: Block, value: fx.Node, record: Marks) -> list[fx.Node]:
-    """What `block` carries on of the stream, K, applied to `value` instead, where the graph inserts."""
+def carried_on(block: Block, value: fx.Node, record: Marks, enters: bool = False) -> list[fx.Node]:
+    """What `block` carries on of the stream, K, applied to `value` instead, where the graph inserts. With `enters`,
+    `value` differs by rank, and the factors that all ranks share enter as copies."""
     made: dict[fx.Node, fx.Node] = {block.skip: value}
 
     def of(node: fx.Node) -> fx.Node:
@@ -310,6 +322,9 @@ def carried_on(block: Block, value: fx.Node, record: Marks) -> list[fx.Node]:
             inputs = {n: of(n) for n in node.all_input_nodes}
             made[node] = node
             if any(new is not old for old, new in inputs.items()):
+                for old, new in inputs.items():
+                    if enters and new is old and node.op != "call_module":
+                        inputs[old] = new_call(node.graph, record, ops.copy_to_group, old, AXIS)
                 made[node] = node.graph.node_copy(node, inputs.__getitem__)
                 set_marks(made[node], replace(record, python=marks(node).python))
         return made.get(node, node)
@@ -410,108 +425,3 @@ def without_idle_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) ->
     for node in list(graph.nodes):
         if node.target is ops.copy_to_group and node.all_input_nodes[0] in local:
             bypass(node, node.all_input_nodes[0])
-
-
-def localise(graph: fx.Graph, modules: Mapping[str, Module], parameters: Mapping[str, Parameter]) -> dict[str, Module]:
-    """`modules` with bodies fit for the local values that reach them in the wiring `graph`; alike layers stay alike.
-
-    Raises RewriterError when a body reduces over ranks what it computed from a local value.
-    """
-    local = local_values(graph, parameters)
-    result = dict(modules)
-    done: dict[tuple[int, frozenset[int], frozenset[str]], Module] = {}
-    reached: dict[str, frozenset[int]] = {}
-    for node in graph.nodes:
-        if node.op != "call_module":
-            continue
-        path = str(node.target)
-        inputs = frozenset(i for i, source in enumerate(node.args) if source in local)
-        if reached.setdefault(path, inputs) != inputs:
-            raise RewriterError(f"{path} is called with values that differ by rank, and with others that do not")
-        if not inputs:
-            continue
-        module = modules[path]
-        split = frozenset(
-            name.removeprefix(f"{path}.")
-            for name, p in parameters.items()
-            if p.ranges is not None and name.startswith(f"{path}.")
-        )
-        key = (id(module), inputs, split)
-        if key not in done:
-            done[key] = _localised(module, inputs, split, path)
-        result[path] = done[key]
-    return result
-
-
-def _localised(module: Module, inputs: frozenset[int], split: frozenset[str], path: str) -> Module:
-    """`module` for local values at `inputs`; `split` are those of its parameters of which ranks hold parts."""
-    if isinstance(module, Body):
-        return _Localiser(module, inputs, split, path).run()
-    if (
-        not isinstance(module, Leaf)
-        or module.kind.startswith(("ColumnParallel", "RowParallel"))
-        or not set(module.parameters) - split
-    ):
-        return module
-    return replace(module, options={**module.options, "entered": True})
-
-
-class _Localiser:
-    def __init__(self, body: Body, inputs: frozenset[int], split: frozenset[str], path: str) -> None:
-        self.body, self.split, self.path = body, split, path
-        self.graph, _ = copy_graph(body.graph)
-        self.modules: dict[str, Module] = dict(body.modules)
-        self.varying = {placeholders(self.graph)[i] for i in inputs}
-        self.local = set(self.varying)
-        self.copied: dict[fx.Node, fx.Node] = {}
-
-    def run(self) -> Body:
-        for node in list(self.graph.nodes):
-            if node.op in ("placeholder", "output"):
-                continue
-            if node.op == "get_attr":
-                if str(node.target) in self.split:
-                    self.local.add(node)
-                continue
-            sources = node.all_input_nodes
-            if node.target is ops.copy_to_group:
-                if sources[0] in self.local:  # a copy would sum gradients of different values
-                    bypass(node, sources[0])
-                else:
-                    self.local.add(node)
-                continue
-            varying = any(n in self.varying for n in sources)
-            if ends_collective(node):
-                if varying:
-                    raise RewriterError(
-                        f"{self.path} ({self.body.class_name}) reduces over the ranks inside, at {node.name}: with "
-                        "a residual of each rank's own that would mix the ranks. Leave its layer out of the selection."
-                    )
-                continue
-            if varying:
-                self.varying.add(node)
-            if node.op == "call_module":
-                self._call(node)
-            elif any(n in self.local for n in sources):
-                self._share(node)
-        return replace(self.body, graph=self.graph, modules=self.modules)
-
-    def _call(self, node: fx.Node) -> None:
-        name = str(node.target)
-        child = self.modules[name]
-        inputs = frozenset(i for i, n in enumerate(node.all_input_nodes) if n in self.local)
-        within = frozenset(s.removeprefix(f"{name}.") for s in self.split if s.startswith(f"{name}."))
-        if inputs & {i for i, n in enumerate(node.all_input_nodes) if n in self.varying}:
-            self.modules[name] = _localised(child, inputs, within, f"{self.path}.{name}")
-        if inputs or within:
-            self.local.add(node)
-
-    def _share(self, node: fx.Node) -> None:
-        self.local.add(node)
-        for source in tensor_inputs(node):
-            if source in self.local or not is_tensor(source) or not differentiable(source, self.body):
-                continue
-            if source not in self.copied:
-                self.copied[source] = copied_to_group(source)
-                self.local.add(self.copied[source])
-            node.replace_input_with(source, self.copied[source])

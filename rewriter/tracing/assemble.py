@@ -6,17 +6,23 @@ import contextlib
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Module, Opaque, args_of, copy_graph, parameters_of
+from rewriter.ir import Body, Module, Opaque, args_of, parameters_of
 from rewriter.ir.labels import dynamic
-from rewriter.ir.residual import is_add
+from rewriter.tracing.child_results import (
+    holds_alone,
+    residual_input,
+    results_by_place,
+    wanted_results,
+    without_residual,
+)
 from rewriter.tracing.export import BodyTracer, FlatSignature, as_leaf, example_for, export_graph, is_called
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean, sort_by_use
@@ -135,7 +141,7 @@ class ModelTracer:
         return len(result) if isinstance(result, (tuple, list)) else None
 
     def places(self, layer: nn.Module) -> tuple[int, ...]:
-        """The places, in the tuple that a layer returns, of the tensors that later layers read beside its hidden state."""
+        """The places, in the tuple that a layer returns, of what later layers read beside its hidden state."""
         return tuple(self._handed[layer])
 
     def inline_child(self, index: int, name: str) -> bool:
@@ -226,7 +232,7 @@ class ModelTracer:
             yield
 
     def _handed_values(self, layer: nn.Module, stream: torch.Tensor) -> dict[int, tuple[torch.Size, torch.dtype]]:
-        """By place in the tuple that a layer returns, shape and dtype of what later layers read beside its hidden state.
+        """By place in the tuple that a layer returns, shape and dtype of what later layers read of it.
 
         Found by running the layer on meta; layers alike in structure and in how they are called are run once.
         """
@@ -277,7 +283,7 @@ class ModelTracer:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         around = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside}
-        lifted = {n: m for n, m in around.items() if is_called(m) or _holds_alone(m)}
+        lifted = {n: m for n, m in around.items() if is_called(m) or holds_alone(m)}
         # but for those that hold nothing but tables in the model's dtype, which their own inputs do not tell
         lifted = {
             n: m
@@ -428,7 +434,7 @@ class ModelTracer:
             tensors, _ = tensors_of(calls[name])
             known = tuple(static[id(t)][0] for t in tensors if id(t) in static)
             written, placed = written_outputs(calls[name])
-            wanted = _wanted(node, calls[name].output, self.handed)
+            wanted = wanted_results(node, calls[name].output, self.handed)
             wanted = wanted if wanted is None or not written else (*wanted, *placed)
             path = f"{self.path}.{index}.{name}"
             constants = self._constants(path, modules[name])
@@ -443,7 +449,7 @@ class ModelTracer:
             body = bodies[name] = alike[key]
             paths = tensor_paths(calls[name])
             kept = getattr(body, "kept", range(len(paths)))
-            outputs = _outputs(calls[name].output, None if isinstance(body, Opaque) else wanted)
+            outputs = results_by_place(calls[name].output, None if isinstance(body, Opaque) else wanted)
             after = len(outputs or (0,))
             places = {key: tuple(after + i for i in of) for key, of in written.items()}
             children[node.name] = Child(name, tuple(paths[i] for i in kept), outputs, places)
@@ -484,75 +490,3 @@ class _ReadsOther(RewriterError):
     def __init__(self, place: int) -> None:
         super().__init__(f"a layer reads result {place} of the layer before")
         self.place = place
-
-
-def _holds_alone(module: nn.Module) -> bool:
-    """True if a module holds parameters itself, and its children hold nothing."""
-    own = any(True for _ in module.parameters(recurse=False))
-    return (
-        own
-        and any(True for _ in module.children())
-        and sum(1 for _ in module.parameters()) == sum(1 for _ in module.parameters(recurse=False))
-        and not any(True for _ in module.buffers())
-    )
-
-
-def _wanted(node: fx.Node, output: Any, handed: Collection[int]) -> tuple[int, ...] | None:
-    """The tensors of those that a child returns which the layer uses, by their order; None: all of them.
-
-    What a layer only returns next to its hidden state (attention weights) is not used, but in the places `handed`, of
-    which later layers read.
-    """
-    if isinstance(output, torch.Tensor):
-        return None
-    users = list(node.users)
-    if not all(u.target is operator.getitem and isinstance(args_of(u)[1], (int, slice)) for u in users):
-        return None
-    last = node.graph.output_node()
-    result = args_of(last)[0]
-    tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
-    used: set[int] = set()
-    for user in users:
-        read = not isinstance(result, (tuple, list)) or any(user is result[p] for p in (0, *handed))
-        if read or set(user.users) != {last}:
-            picked = range(len(output))[args_of(user)[1]]
-            used |= {picked} if isinstance(picked, int) else set(picked)
-    return tuple(p for p, i in enumerate(tensors) if i in used)
-
-
-def _outputs(output: Any, wanted: Collection[int] | None) -> dict[int, int] | None:
-    if isinstance(output, torch.Tensor):
-        return None
-    tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
-    kept = range(len(tensors)) if wanted is None else sorted(w for w in wanted if w < len(tensors))
-    return {tensors[p]: position for position, p in enumerate(kept)}
-
-
-# --- children that end in an add of the stream
-
-
-def residual_input(body: Body) -> int | None:
-    """The input of `body` whose sum with something else is its first result; None when there is none."""
-    total = _first_result(body.graph)
-    if not is_add(total) or len(total.users) != 1:
-        return None
-    inputs = [n for n in body.graph.nodes if n.op == "placeholder" and n.target != "ctx"]
-    operands = [n for n in args_of(total) if isinstance(n, fx.Node)]
-    residuals = [n for n in operands if n in inputs[1:] and len(n.users) == 1]
-    return inputs.index(residuals[0]) if len(residuals) == 1 and len(operands) == 2 else None
-
-
-def without_residual(body: Body, place: int) -> Body:
-    """The same body without that input: what it adds to the residual."""
-    graph, _ = copy_graph(body.graph)
-    total = _first_result(graph)
-    residual = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"][place]
-    total.replace_all_uses_with(next(n for n in args_of(total) if n is not residual))
-    graph.erase_node(total)
-    graph.erase_node(residual)
-    return replace(body, graph=graph, kept=tuple(k for i, k in enumerate(body.kept) if i != place))
-
-
-def _first_result(graph: fx.Graph) -> fx.Node:
-    result = args_of(graph.output_node())[0]
-    return result if isinstance(result, fx.Node) else result[0]

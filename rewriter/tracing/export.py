@@ -90,8 +90,8 @@ def example_for(model: nn.Module, config: PreTrainedConfig) -> Example:
 
 
 class FlatSignature(nn.Module):
-    """Gives a module a flat signature: tensors in, tuple of tensors out: of its output those in what `pick` returns, and
-    what it put into a mapping that layers share."""
+    """Gives a module a flat signature: tensors in, tuple of tensors out; of its output those in what `pick` returns,
+    and what it put into a mapping that layers share."""
 
     def __init__(
         self,

@@ -49,9 +49,10 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def depth(config: PreTrainedConfig) -> int:
     """Number of decoder layers. Raises RewriterError when the config does not say."""
     text = text_config(config)
-    # Some types compute it, and do not store it; or compute another number, of sublayers, under the usual name.
-    values = [*map(text.to_dict().get, LAYERS), *(getattr(text, name, None) for name in LAYERS)]
-    count = next((value for value in values if isinstance(value, int)), None)
+    # Some types compute it, and do not store it; or compute another number, of sublayers, beside the one they store.
+    computed = [name for name in LAYERS if isinstance(getattr(type(text), name, None), property)]
+    names = [*(name for name in LAYERS if name not in computed), *computed]
+    count = next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
     if count is None:
         raise RewriterError(
             f"model type {config.model_type!r}: its config names no number of layers, so it cannot be shrunken"

@@ -33,7 +33,8 @@ from rewriter.ir.marks import IN_MAPPING, layer_of, mark, marks, set_marks
 from rewriter.ir.op_semantics import kind_of
 from rewriter.ir.residual import is_add
 from rewriter.ir.stream import NoStream, annotate
-from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, residual_input
+from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph
+from rewriter.tracing.child_results import residual_input
 from rewriter.tracing.interception import layer_number, tensors_of
 from rewriter.tracing.masks import refuse_unknown_masks
 from rewriter.tracing.meta_model import TRACE_DTYPE

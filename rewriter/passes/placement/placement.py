@@ -47,8 +47,8 @@ def split_body(body: Body, ranks: int) -> SplitBody:
             state.local.add(node)
     for node in list(state.graph.nodes):
         _place(state, node, set(exits))
-    first, *others = _results(state)
-    if first not in state.partial:
+    summed, *others = _results(state)
+    if summed not in state.partial:
         raise Unsplittable("its output is not a sum over heads or channels")
     if any(n in state.partial or (n in state.local and n not in state.sharded) for n in others):
         raise Unsplittable("it returns several tensors, and ranks would hold different values of one beside the first")
@@ -100,8 +100,6 @@ def _exits(state: PlacementState) -> list[fx.Node]:
     todo = _results(state)[:1]
     while todo:
         node = todo.pop()
-        if not isinstance(node, fx.Node):
-            continue
         if _is_projection(state, node) or _is_product(state, node):
             exits.append(node)
         elif function_of(node) == "add":

@@ -42,10 +42,11 @@ def attention(
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` and `ctx` show; returns o [B, H, S, E] in q's dtype.
 
     q, k and v are those of the S new tokens; query head h reads key/value head h // (H / K). With `ctx.cache` they
-    are stored under `slot` (with `stored`, an earlier layer has done so) and the earlier ones are seen too. `softcap` c replaces scores by c · tanh(scores / c);
-    `sinks` [H] adds a logit per head that takes probability and returns nothing; `bias` broadcasts to [B, H, S, T], T
-    the keys in view; `slopes` [H] adds slope · (t − s) for a query at s and a key at t; of `keys` int64 [B, S,
-    n], as `top_keys` gives them, a query sees no others. Padding (the first `ctx.first_valid` positions of a row) is
+    are stored under `slot` (with `stored`, an earlier layer has done so) and the earlier ones are seen too. `softcap`
+    c replaces scores by c · tanh(scores / c); `sinks` [H] adds a logit per head that takes probability and returns
+    nothing; `bias` broadcasts to [B, H, S, T], T the keys in view; `slopes` [H] adds slope · (t − s) for a query at s
+    and a key at t; of `keys` int64 [B, S, n], as `top_keys` gives them, a query sees no others. Padding (the first
+    `ctx.first_valid` positions of a row) is
     never seen, except by itself, so that no row is empty and none gives NaN. A token sees those of its own segment,
     where `ctx.segment_ids` has any.
 
