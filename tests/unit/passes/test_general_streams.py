@@ -1,0 +1,187 @@
+"""Ladder on streams that are more than x + f(x), against recursions written by hand (tests/support/recursions.py)."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import recursions
+import torch
+from programs import OVERLAP, applied, tensor_parallel
+
+from rewriter.check.comparison import relative_error
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.random_model import build_model, random_ids, randomize, save_model
+from rewriter.check.reference_modes import reference_of
+from rewriter.check.stream_hooks import decoder_layers
+from rewriter.ir import ops
+from rewriter.ir.simulate import simulate
+from rewriter.passes.ladder import Ladder
+from rewriter.tracing import trace
+
+FAST = ("bart", "gemma4_text", "qwen4_exp_text")
+TYPES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in sorted(recursions.LAYERS)]
+WHICH = ["every second", *(pytest.param(which, marks=pytest.mark.slow) for which in ("all", "upper half"))]
+# modules that are called as they are, in the checkpoint's dtype, or compute in fp32 whatever the model's is
+_IN_FP32 = ("deepseek_v4", "hy_v4", "qwen4_exp_text")
+DIFFERENT = 1e-2
+
+
+def few_layers(name):
+    """The small config of a type; of some, three: of those whose layers hand keys on, one
+    that chooses, one that is given its choice, one that chooses anew."""
+    config = small_config(name)
+    if name in ("glm_moe_dsa", "hy_v4"):
+        config.num_hidden_layers = 3
+        config.indexer_types, config.mlp_layer_types = ["full", "shared", "full"], ["dense", "sparse", "sparse"]
+        config.layer_types = config.layer_types[:3]
+    return config
+
+
+@functools.cache
+def case(name, scratch):
+    """(model, program, weights, ids) of a type's small model."""
+    config = few_layers(name)
+    model = build_model(config)
+    randomize(model)
+    model.eval()
+    save_model(model, config, scratch / name)
+    program = trace(scratch / name)
+    model.to(torch.float32 if name in _IN_FP32 else torch.float64)
+    weights = {n: t.detach() for n, t in (*model.named_buffers(), *model.named_parameters())}
+    return model, program, weights, random_ids(config, 12)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("general_streams")
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def simulated(program, ids, weights):
+    with torch.no_grad():
+        return simulate(program, ids, weights=weights)
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("name", TYPES)
+def test_ladder_equals_the_recursion(name, which, scratch):
+    model, program, weights, ids = case(name, scratch)
+    layers = decoder_layers(model)
+    count = len(layers)
+    late = {"all": range(count), "upper half": range(count // 2, count), "every second": range(1, count, 2)}[which]
+    with recursions.laddered(model, layers, name, ()):
+        assert relative_error(logits(model, ids), logits(model, ids)) == 0
+        plain = logits(model, ids)
+    assert relative_error(plain, logits(model, ids)) < 1e-5  # the blocks are those of the model
+    with recursions.laddered(model, layers, name, set(late)):
+        expected = logits(model, ids)
+    assert relative_error(expected, plain) > DIFFERENT
+    ladder = Ladder(sorted(late)).apply(program)
+    assert relative_error(simulated(ladder, ids, weights), expected) < (1e-5 if name in _IN_FP32 else 1e-6)
+    for ranks in (2, 4):
+        sharded = applied(tensor_parallel(program, ranks), ("ladder", {"layers": sorted(late)}), OVERLAP)
+        assert relative_error(simulated(sharded, ids, weights), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_overlap_changes_no_bit(name, scratch):
+    """K and b are computed while the sum travels: the same operations in the same order."""
+    _, program, weights, ids = case(name, scratch)
+    for steps in ((), (("ladder", {}),)):
+        sharded = tensor_parallel(program, 2, *steps)
+        expected = simulated(sharded, ids, weights)
+        for branches in (1, 2):
+            overlapped = applied(sharded, ("overlap", {"branches": branches}))
+            assert torch.equal(simulated(overlapped, ids, weights), expected)
+
+
+def trivial(model):
+    """One stream, and coefficients of exactly 1."""
+    for module in model.modules():
+        if hasattr(module, "hc_post_magnitude"):
+            module.hc_post_magnitude, module.hc_eps = 1.0, 0.0
+            module.scale.data.zero_()
+            module.base.data.fill_(60.0)
+        if hasattr(module, "hc_fn"):
+            module.eps = 0.0
+            module.hc_scale.data.zero_()
+            module.hc_base.data.fill_(60.0)
+
+
+def plain_ladder(layer, hidden, before, kw):
+    """(h, p) of SEMANTICS: one layer of today's ladder, on a stream without mixing."""
+    out, _, places = layer.self_attn(hidden_states=layer.input_layernorm(before), **kw)
+    attended = hidden + out
+    return attended + layer.mlp(layer.post_attention_layernorm(hidden)), attended, places
+
+
+def test_one_stream_and_trivial_coefficients_are_the_plain_ladder_to_the_bit():
+    config = few_layers("hy_v4")
+    config.hc_mult = 1
+    model = build_model(config)
+    randomize(model)
+    trivial(model)
+    model.eval()
+    layers, ids = decoder_layers(model), random_ids(config, 12)
+    with recursions.laddered(model, layers, "hy_v4", range(len(layers))):
+        general = logits(model, ids)
+    state = {}
+
+    def forward(index, layer, hidden_states, **kw):
+        hidden = hidden_states[:, :, 0]
+        before = state.get("p", hidden) if index else hidden
+        out, state["p"], places = plain_ladder(layer, hidden, before, kw)
+        return out.unsqueeze(2), places
+
+    for index, layer in enumerate(layers):
+        layer.forward = lambda hidden, _i=index, _l=layer, **kw: forward(_i, _l, hidden, **kw)
+    plain = logits(model, ids)
+    for layer in layers:
+        del layer.forward
+    assert torch.equal(general, plain)
+    assert relative_error(plain, logits(model, ids)) > DIFFERENT
+
+
+OWN = ["bart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4_text", "glm_moe_dsa", "hy_v4"))]
+
+
+def own_partial(name):
+    config = few_layers(name)
+    model = build_model(config)
+    randomize(model)
+    model.eval()
+    ids, program = random_ids(config, 12), trace(config)
+    weights = {n: t.detach() for n, t in (*model.named_buffers(), *model.named_parameters())}
+    sharded = applied(tensor_parallel(program, 2), ("ladder", {"variant": "own_partial"}))
+    expected = reference_of(sharded, [Ladder(variant="own_partial")]).logits(model, ids)
+    assert relative_error(expected, reference_of(sharded, [Ladder()]).logits(model, ids)) > DIFFERENT
+    return sharded, ids, weights, expected
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_partial_equals_its_reference(name):
+    sharded, ids, weights, expected = own_partial(name)
+    assert relative_error(simulated(sharded, ids, weights), expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_ranks_choose_keys_of_their_own(monkeypatch):
+    """Seeded: a rank that looks at the keys which the rank before it chose is found."""
+    sharded, ids, weights, expected = own_partial("glm_moe_dsa")
+    top_keys, chosen = ops.top_keys, []
+
+    def exchanged(*args, **options):
+        chosen.append(top_keys(*args, **options))
+        return chosen[-2] if len(chosen) % 2 == 0 else chosen[-1]
+
+    for body in sharded.modules.values():
+        for node in body.graph.nodes if hasattr(body, "graph") else ():
+            if node.target is top_keys:
+                monkeypatch.setattr(node, "target", exchanged)
+    assert relative_error(simulated(sharded, ids, weights), expected) > 1e-4
+    assert chosen
