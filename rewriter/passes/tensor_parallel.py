@@ -28,7 +28,7 @@ from rewriter.ir import (
 from rewriter.ir.labels import Unsplittable, reduced_shape, value_of
 from rewriter.ir.marks import in_stream, mark, marks, set_marks
 from rewriter.ir.op_semantics import aten
-from rewriter.ir.residual import attends, carries_state
+from rewriter.ir.residual import attends, carries_state, has_experts
 from rewriter.ir.structure import without_dropout
 from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
 from rewriter.passes.placement.placement import split_body
@@ -109,7 +109,7 @@ class _Sharder:
             body = self.modules[path]
             if isinstance(body, Opaque):
                 self.refused.setdefault(f"it stays the source's own module, since {body.reason}", []).append(path)
-            if not isinstance(body, Body) or (not body.modules and not body.reads_context):
+            if not isinstance(body, Body) or not (body.modules or body.reads_context or has_experts(body)):
                 continue  # norms and other small modules stay replicated
             if id(body) not in done:
                 try:

@@ -247,8 +247,8 @@ def _place_linear(state: PlacementState, node: fx.Node, inputs: Collection[fx.No
     summands = [n for n in inputs if n in state.partial]
     function = function_of(node)
     if function == "add":
-        if len(summands) != len(inputs):
-            raise Unsplittable(f"{name_of(node)} adds a complete value to a sum over ranks")
+        for complete in (n for n in inputs if n not in summands):
+            _share(state, node, complete)
     elif is_linear(node) and len(summands) == 1 and (function != "div" or args_of(node)[0] in summands):
         state.copy_to_group(node, *(n for n in inputs if n not in summands))
     elif not is_movement(node):
@@ -279,15 +279,15 @@ def place_product(state: PlacementState, node: fx.Node, product: Product, exits:
         raise Unsplittable(f"{name_of(node)} with {name} is both an entry and an exit, or its output is not summed")
 
 
-def _share(state: PlacementState, node: fx.Node, bias: fx.Node) -> None:
-    """Every rank adds an equal part of a bias to its part of a sum."""
-    if bias.op != "get_attr":
-        raise Unsplittable(f"the bias of {name_of(node)} is no parameter")
-    state.copy_to_group(node, bias)
-    full = state.copied.get(bias, bias)
+def _share(state: PlacementState, node: fx.Node, complete: fx.Node) -> None:
+    """Every rank adds an equal part of a value that all of them hold (a bias, say) to its part of a sum."""
+    if complete in state.local or not is_tensor(complete):
+        raise Unsplittable(f"{name_of(node)} adds {complete.name} to a sum over ranks, of which they hold parts")
+    state.copy_to_group(node, complete)
+    full = state.copied.get(complete, complete)
     with state.graph.inserting_before(node):
         share = state.graph.call_function(aten.mul.Tensor, (full, 1.0 / state.ranks))
-    share.meta["val"] = value_of(bias)
+    share.meta["val"] = value_of(complete)
     node.replace_input_with(full, share)
 
 
