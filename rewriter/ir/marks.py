@@ -71,6 +71,7 @@ class Marks:
     value of the stream, whatever the block reads. With `block` as well, the block also reads through it.
     `writes`: the block whose write into the stream this node carries.
     `reads`, on a value that a pass made for blocks to read: the stream value that it stands for.
+    `alike`: a result of a split module that every rank computes in full.
     `dropped`: a rank's own part of a sum whose reduction a pass left out.
     `runs_in`: the layer that runs the node where a pass rescheduled it (None: after the last), else UNSCHEDULED.
     `reduction`: the all-reduce that this start or wait was made from.
@@ -94,6 +95,7 @@ class Marks:
     carry: int | None = None
     writes: int | None = None
     reads: int | None = None
+    alike: bool = False
     dropped: bool = False
     runs_in: int | Literal["unscheduled"] | None = UNSCHEDULED
     reduction: str | None = None

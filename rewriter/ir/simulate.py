@@ -21,6 +21,7 @@ from torch import fx, nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, ops
 from rewriter.ir.live_model import Host, load_host, opaque_modules
+from rewriter.ir.marks import marks
 from rewriter.ir.phases import REWIRED, has_both_phases, prompt_phase
 from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.kernels import dequantize_rows, parse_format, quantize_rows, slice_length
@@ -208,6 +209,8 @@ class Simulator:
                 env[node] = (self._gather_tokens(node, env[args_of(node)[0]], 1, args_of(node)[2]),)
             elif node.target is ops.attention and node.kwargs.get("sequence") is not None:
                 env[node] = self._attention(node, env)
+            elif marks(node).alike and all(x.replicated for n in args_of(node)[0].all_input_nodes for x in env[n]):
+                env[node] = tuple(RankValues((value[0][args_of(node)[1]],)) for value in env[args_of(node)[0]])
             else:
                 sources = node.all_input_nodes
                 env[node] = self._shards(

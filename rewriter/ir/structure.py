@@ -309,7 +309,10 @@ def walk_modules(modules: Mapping[str, Module]) -> Iterator[tuple[str, Module]]:
 def wiring_tensors(graph: fx.Graph, modules: Mapping[str, Module]) -> list[str]:
     """Full names of the tensors that a wiring reads and no module of it holds: the layers' own, in order."""
     read = dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "get_attr")
-    return [name for name in read if not any(name.startswith(f"{path}.") for path in modules)]
+    if not read:
+        return []
+    held = {f"{path}.{name}" for path, module in modules.items() for name, _ in parameters_of(module)}
+    return [name for name in read if name not in held]
 
 
 def nodes_inside(module: Module, path: str = "") -> Iterator[tuple[str, fx.Node]]:

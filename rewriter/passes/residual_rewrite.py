@@ -221,6 +221,7 @@ class _LateReads:
         self.program, self.graph, self.blocks, self.name = program, graph, blocks, name
         self.stream = stream_values(graph)
         self.bound: set[int] = set()
+        self.made: dict[int, fx.Node] = {}  # by block, what it makes of the stream without its sum
         self.replayed: dict[tuple[int, fx.Node], fx.Node] = {}
 
     def settle(self, block: Block) -> None:
@@ -245,7 +246,7 @@ class _LateReads:
             earlier = self._late(before.index, reader, own)
             return self.stream[index] if earlier is self.stream[before.index] else self._replay(before, earlier, own)
         if not own:
-            return before.carried[0] if len(before.carried) == 1 else self._sum(before)
+            return self._without_sum(before)
         value = _with_own_partial(before, reader, self.program.modules, self.name)
         self.bound.add(before.index)
         if value is not before.add and split_writes(reader, self.program.modules, self.name)[1]:
@@ -255,14 +256,17 @@ class _LateReads:
             )
         return value
 
-    def _sum(self, block: Block) -> fx.Node:
-        """K(X) of a block that carries several values on."""
-        record = Marks(layer=marks(block.add).layer, carry=block.index)
-        total, *others = block.carried
-        with self.graph.inserting_before(block.add):
-            for term in others:
-                total = new_call(self.graph, record, operator.add, total, term)
-        return total
+    def _without_sum(self, block: Block) -> fx.Node:
+        """What a block makes of the stream without its sum: K(X), and what it adds that does not depend on the sum."""
+        if block.index not in self.made:
+            record = Marks(layer=marks(block.add).layer, carry=block.index)
+            with self.graph.inserting_before(block.add):
+                constants = [c for c in (_constant(write, record) for write in block.writes) if c is not None]
+                total, *others = (*block.carried, *constants)
+                for term in others:
+                    total = new_call(self.graph, record, operator.add, total, term)
+            self.made[block.index] = total
+        return self.made[block.index]
 
     def _replay(self, block: Block, earlier: fx.Node, own: bool) -> fx.Node:
         """What a block that ranks do not share makes of the stream, with `earlier` in place of what it carries on."""
@@ -308,6 +312,24 @@ class _LateReads:
         elements = [user for user in node.users if user.target is operator.getitem]
         for value in elements or [node]:
             set_marks(put_after(value, ops.agreed, AXIS), record)
+
+
+def _constant(write: fx.Node, record: Marks) -> fx.Node | None:
+    """What a write is where the sum in it is zero, where the graph inserts; None for zero.
+
+    Only a stored tensor that is added between the sum and the stream makes it something else.
+    """
+    sources = [n for n in data_of(write) if not is_factor(n)]
+    if write.op == "call_module" or write.target is ops.all_reduce or len(sources) != 1:
+        return None
+    inner, stored = _constant(sources[0], record), [n for n in data_of(write) if is_factor(n)]
+    if inner is None and function_of(write) == "add":
+        return stored[0]
+    if inner is None:
+        return None
+    made = write.graph.node_copy(write, lambda n: inner if n is sources[0] else n)
+    set_marks(made, record)
+    return made
 
 
 def carried_on(block: Block, value: fx.Node, record: Marks, enters: bool = False) -> list[fx.Node]:

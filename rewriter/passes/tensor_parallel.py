@@ -125,6 +125,9 @@ class _Sharder:
             for name, shard in split.shards.items():
                 self._shard(f"{path}.{name}", shard)
             elements = [user for user in node.users if user.target is operator.getitem]
+            for element in elements:
+                place = args_of(element)[1]
+                mark(element, alike=place > 0 and place not in split.results)
             self.held |= {e: s for e in elements if (s := split.results.get(args_of(e)[1])) is not None}
             for partial in [node] if body.outputs == 1 else [e for e in elements if args_of(e)[1] == 0]:
                 total = self._reduce(partial)

@@ -114,6 +114,7 @@ class ModelTracer:
         self.inputs = example_inputs(self.model, self.layers, ids)
         self.absent = absent_arguments(self.model, self.layers, self.inputs)
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
+        self.wide = False  # whether layers are given their hidden state in fp32, whatever the model's dtype
         self.shared: dict[Any, Any] = {}  # what layers traced so far put into the mapping that they share
         self.handed: tuple[int, ...] = ()  # places in a layer's tuple of what later layers read beside the hidden state
         self._handed: dict[nn.Module, dict[int, tuple[torch.Size, torch.dtype]]] = {}
@@ -153,7 +154,7 @@ class ModelTracer:
         layer = self.layers[index]
         inlined = self.inlined.get(type(layer), frozenset())
         child = layer.get_submodule(name)
-        if name in inlined or not any(True for _ in child.children()) or as_leaf(child) is not None:
+        if name in inlined or as_leaf(child) is not None:
             return False
         try:
             wiring = trace_wiring(layer, self.absent[layer], inlined | {name})
@@ -202,7 +203,8 @@ class ModelTracer:
                         raise _ReadsOther(leaf.place)
                 self.calls[layer] = with_shared(Recorded(args, kwargs), SharedValues())
                 stream = bound[hidden]
-                if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
+                self.wide |= isinstance(stream, torch.Tensor) and stream.dtype == torch.float32
+                if not isinstance(stream, torch.Tensor) or stream.dtype not in (TRACE_DTYPE, torch.float32):
                     raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
                 handed = self._handed_values(layer, stream)
                 tensors, _ = tensors_of(self.calls[layer])
@@ -319,7 +321,7 @@ class ModelTracer:
         self.calls = meta_calls
         names = sort_by_use(exported.graph)
         modules = {names[name]: module for name, module in modules.items() if name in names}
-        wide = any(returns_float32(self.wiring(layer)) for layer in self.layers)
+        wide = self.wide or any(returns_float32(self.wiring(layer)) for layer in self.layers)
         graph, used = clean(exported, prefix="inner.", casts_stay=wide)
         for index, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
             node.target = list(example)[index]
