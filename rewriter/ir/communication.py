@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -132,19 +133,19 @@ def split_paths(parameters: Mapping[str, Parameter]) -> set[str]:
 
 def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx.Node]:
     """The values of a wiring that differ by rank."""
-    paths = split_paths(parameters)
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    around = {".".join(path.split(".")[:i]) for path in called for i in range(1, path.count(".") + 1)}
-    own = {name.rpartition(".")[0] for name, p in parameters.items() if p.ranges is not None}
-    paths -= (called & around) - own  # one that stands for a model's own tensors, around other modules
+    # of called modules inside each other, the innermost holds a parameter: one may stand for a model's own tensors
+    split = (name.split(".")[:-1] for name, parameter in parameters.items() if parameter.ranges is not None)
+    around = ([path for path in accumulate(parts, "{}.{}".format) if path in called] for parts in split)
+    holders = {paths[-1] for paths in around if paths}
     local: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or ends_collective(node):
             continue
         if marks(node).alike and local.isdisjoint(args_of(node)[0].all_input_nodes):
             continue
-        split = node.op == "call_module" and str(node.target) in paths
-        if split or node.target is ops.copy_to_group or any(n in local for n in node.all_input_nodes):
+        holds = node.op == "call_module" and str(node.target) in holders
+        if holds or node.target is ops.copy_to_group or any(n in local for n in node.all_input_nodes):
             local.add(node)
     return local
 

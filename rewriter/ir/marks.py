@@ -61,8 +61,8 @@ class Marks:
     Of wiring nodes:
     `layer`: the decoder layer, None outside the layers.
     `hidden`: the hidden state that the first layer is given. `argument`: the argument by which layers are given a value
-    from outside that they compute with themselves. `handed_on`: the place of a value in
-    the tuple that its layer returns, which later layers read beside the hidden state.
+    from outside that they compute with themselves. `handed_on`: the place of a value in the tuple that its layer
+    returns, where later layers read it beside the hidden state (or IN_MAPPING).
     `stream`: this value is number 0 (what the first block reads), 1, 2, … of the residual stream.
     `mode`, on a stream value: how the block that wrote it is wired, where a pass changed that.
     `local`, on a stream value: ranks do not share the block that wrote it, so that it has no sum over them.

@@ -27,6 +27,7 @@ from rewriter.ir.residual import (
     Block,
     attends,
     carries_state,
+    computes,
     has_experts,
     has_projection,
     is_add,
@@ -65,8 +66,9 @@ def annotate(graph: fx.Graph, modules: Mapping[str, Module], num_layers: int, wi
         raise RewriterError("the model has no decoder layers in its wiring")
     values, paths = _on_every_path([entry, *inside], entry, last[-1])
     blocks: list[_Found] = []
+    place = {node: i for i, node in enumerate(paths)}
     for begin, end in reversed(list(pairwise(values))):
-        between = paths[paths.index(begin) + 1 : paths.index(end) + 1]
+        between = paths[place[begin] + 1 : place[end] + 1]
         if (found := _block(between, begin, modules, width)) is not None:
             blocks.insert(0, found)
     if not blocks:
@@ -80,7 +82,7 @@ def annotate(graph: fx.Graph, modules: Mapping[str, Module], num_layers: int, wi
 
 
 def why_no_stream(program: Program) -> str | None:
-    """What stopped `annotate`, in a sentence; None for a program with a residual stream."""
+    """The reason for which `annotate` fails, in a sentence; None for a program with a residual stream."""
     if stream_values(program.graph):
         return None
     try:
@@ -100,8 +102,8 @@ def _on_every_path(nodes: Sequence[fx.Node], entry: fx.Node, end: fx.Node) -> tu
     for node in nodes:
         if not after.isdisjoint(_sources(node)):
             after.add(node)
-    before = reachable([end], lambda n: (s for s in _sources(n) if s in after))
-    paths = [n for n in nodes if n in after and n in {*before}]
+    before = {*reachable([end], lambda n: (s for s in _sources(n) if s in after))}
+    paths = [n for n in nodes if n in after and n in before]
     place = {node: i for i, node in enumerate(paths)}
     farthest = {source: place[node] for node in paths for source in _sources(node) if source in place}
     reached, values = 0, []
@@ -128,9 +130,9 @@ def _block(between: Sequence[fx.Node], begin: fx.Node, modules: Mapping[str, Mod
     work = summed or [n for n in calls if weighs(modules[str(n.target)])]
     if not work:
         return None
-    computed = set(reachable(work, lambda n: (u for u in n.users if u in {*between})))
-    terms = terms_of(end, computed)
     on_path = {begin, *between}
+    computed = {*reachable(work, lambda n: (u for u in n.users if u in on_path))}
+    terms = terms_of(end, computed)
     if is_add(end) and computed.intersection(terms) and any(t in on_path for t in terms if t not in computed):
         return _Found(end, tuple(work), not summed)
     if not summed:
@@ -151,8 +153,7 @@ def _mark_block(index: int, block: _Found, stream: set[fx.Node]) -> None:
     """Mark the nodes of a block: those of F and c as `block`, those of K and b as `carry`; what both need, as both."""
 
     def inside(node: fx.Node) -> Iterable[fx.Node]:
-        inputs = (s for s in data_of(node) if s not in stream and marks(s).handed_on is None)
-        return (s for s in inputs if marks(s).layer is not None)
+        return (s for s in _sources(node) if s not in stream and marks(s).layer is not None)
 
     work = set(block.work)
     late = {*reachable(block.work, inside)}
@@ -188,13 +189,7 @@ def _is_wide(module: Module, width: int) -> bool:
 
 def weighs(module: Module) -> bool:
     """True if a module multiplies by weight matrices, attends or keeps a state, in contrast to norms and glue."""
-    return (
-        isinstance(module, Opaque)
-        or attends(module)
-        or carries_state(module)
-        or has_experts(module)
-        or (has_projection(module))
-    )
+    return isinstance(module, Opaque) or attends(module) or carries_state(module) or computes(module)
 
 
 def write_calls(block: Block, modules: Mapping[str, Module]) -> tuple[tuple[str, ...], tuple[str, ...]]:

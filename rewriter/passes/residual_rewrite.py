@@ -236,8 +236,8 @@ class _LateReads:
         self._read(block, value)
 
     def _late(self, index: int, reader: Block, own: bool) -> fx.Node:
-        """What a block in the place `index` reads late, where a block of the mode of `reader` does; with `own`, with
-        this rank's own part of what is late."""
+        """The value that a block in the place `index` reads late, where one of the mode of `reader` does; with `own`,
+        with this rank's own part of what is late."""
         before = self.blocks[index - 1] if index else None
         other = before is not None and before.mode != reader.mode
         if before is None or (other and (before.mode.own_residual or before.mode.reads != "newest")):
@@ -257,7 +257,7 @@ class _LateReads:
         return value
 
     def _without_sum(self, block: Block) -> fx.Node:
-        """What a block makes of the stream without its sum: K(X), and what it adds that does not depend on the sum."""
+        """The stream after a block without its sum: K(X), and what it adds that does not depend on the sum."""
         if block.index not in self.made:
             record = Marks(layer=marks(block.add).layer, carry=block.index)
             with self.graph.inserting_before(block.add):
@@ -269,7 +269,7 @@ class _LateReads:
         return self.made[block.index]
 
     def _replay(self, block: Block, earlier: fx.Node, own: bool) -> fx.Node:
-        """What a block that ranks do not share makes of the stream, with `earlier` in place of what it carries on."""
+        """The stream after a block that ranks do not share, with `earlier` in place of what it carries on."""
         key = (block.index, earlier)
         if key not in self.replayed:
             record = Marks(layer=marks(block.add).layer, reads=_stands_for(earlier))
@@ -315,7 +315,7 @@ class _LateReads:
 
 
 def _constant(write: fx.Node, record: Marks) -> fx.Node | None:
-    """What a write is where the sum in it is zero, where the graph inserts; None for zero.
+    """A write whose sum is zero, where the graph inserts; None for zero.
 
     Only a stored tensor that is added between the sum and the stream makes it something else.
     """
@@ -333,8 +333,8 @@ def _constant(write: fx.Node, record: Marks) -> fx.Node | None:
 
 
 def carried_on(block: Block, value: fx.Node, record: Marks, enters: bool = False) -> list[fx.Node]:
-    """What `block` carries on of the stream, K, applied to `value` instead, where the graph inserts. With `enters`,
-    `value` differs by rank, and the factors that all ranks share enter as copies."""
+    """K of a block, what it carries on of the stream, applied to `value` instead, where the graph inserts. With
+    `enters`, `value` differs by rank, and the factors that all ranks share enter as copies."""
     made: dict[fx.Node, fx.Node] = {block.skip: value}
 
     def of(node: fx.Node) -> fx.Node:

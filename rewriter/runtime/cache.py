@@ -166,7 +166,7 @@ class StaticCache(_SlotMemory):
     def appended(
         self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What `append` returned to the layer that stored these keys and values, for one that reads them as well. The
+        """The result of `append` once these keys and values are stored, also for a layer that reads another one's. The
         slot is no ring, of which new tokens overwrite what the first of them sees."""
         if position is None:
             return k_BKSD, v_BKSE, None
@@ -191,11 +191,11 @@ class StaticCache(_SlotMemory):
                 raise RewriterError(f"StaticCache: {new} tokens, but it was made for max_length={length}")
             kept = min(new, length)  # of a long prompt, a ring keeps the end
             self._write(slot, torch.arange(new - kept, new, device=keys.device) % length, k_BKSD, v_BKSE)
-            return k_BKSD, v_BKSE, None
+            return self.appended(slot, k_BKSD, v_BKSE, position)
         index = position.reshape(1) if new == 1 else position + torch.arange(new, device=keys.device)
         if not ring:
             self._write(slot, index, k_BKSD, v_BKSE)
-            return keys, values, torch.arange(length, device=keys.device)
+            return self.appended(slot, k_BKSD, v_BKSE, position)
         # Several new tokens may overwrite what the first of them still sees, so look at old and new side by side.
         seen = torch.cat([keys, k_BKSD.to(keys.dtype)], 2), torch.cat([values, v_BKSE.to(values.dtype)], 2)
         last = position - 1

@@ -1,4 +1,4 @@
-"""What a layer uses of its children's results, and children that end in an add of the stream."""
+"""Results of a layer's children that it uses, and children that end in an add of the stream."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from rewriter.ir.residual import is_add
 
 def holds_alone(module: nn.Module) -> bool:
     """True if a module holds parameters itself, and its children hold nothing."""
-    own = any(True for _ in module.parameters(recurse=False))
-    return (
-        own
-        and any(True for _ in module.children())
-        and sum(1 for _ in module.parameters()) == sum(1 for _ in module.parameters(recurse=False))
-        and not any(True for _ in module.buffers())
-    )
+    own, children = list(module.parameters(recurse=False)), any(True for _ in module.children())
+    held = len([*module.parameters(), *module.buffers()])
+    return bool(own) and children and held == len(own)
 
 
 def wanted_results(node: fx.Node, output: Any, handed: Collection[int]) -> tuple[int, ...] | None:

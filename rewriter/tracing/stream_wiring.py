@@ -282,7 +282,7 @@ class _Layer:
         node: Any = value.value if isinstance(value, _Context) else value
         if not isinstance(node, fx.Node):
             raise RewriterError(f"{self.path} hands on result {place} in a way that is not supported")
-        if node in self.graph.nodes and marks(node).layer == self.index:
+        if marks(node).layer == self.index:
             mark(node, handed_on=place)
         return node
 

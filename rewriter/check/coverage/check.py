@@ -160,13 +160,14 @@ class Subject:
             randomize(made, strength)
             return made
 
+        program = trace(self.config)
         for model in candidates(self.config, build):
             ids = random_ids(self.config, 21)
             original = original_logits(model, ids)
             if not bool(original.isfinite().all()):
                 raise RewriterError("with large random weights the model's own logits are not finite")
             try:
-                rewired = ladder_reference(trace(self.config), range(len(decoder_layers(model))))(model, ids)
+                rewired = ladder_reference(program, range(len(decoder_layers(model))))(model, ids)
             except Exception:  # a model without reference still has a trace; the ladder's check says the reason
                 break
             if relative_error(rewired, original) >= DIFFERENT:

@@ -91,11 +91,12 @@ class ClassTable:
                 lines.append(f"        {assignment(name, f'nn.Parameter(torch.empty({size}))')}")
                 continue
             dtype = body.stored[name]
-            lines.append(_buffer(name, f"torch.empty({size}{f', dtype={dtype}' if dtype else ''})"))
+            made = f"torch.empty({size}{f', dtype={dtype}' if dtype else ''})"
+            lines.append(f"        {registered(name, made)}")
         if keeps := [name for name in body.parameters if body.stored.get(name)]:
             lines.append(f"        self.keeps_dtype = {tuple(keeps)!r}")
         for name, value in body.buffers.items():
-            lines.append(_buffer(name, f"{tensor_literal(name, value)}, persistent=False"))
+            lines.append(f"        {registered(name, f'{tensor_literal(name, value)}, persistent=False')}")
         for name, rows in body.shared.items():
             lines.append(f"        {attribute(name)}_shared = {shared_rows(*rows)}")
 
@@ -115,9 +116,10 @@ class ClassTable:
         return "\n\n\n".join(f"class {c.name}({c.base}):\n{c.text}" for c in self.by_text.values())
 
 
-def _buffer(name: str, value: str) -> str:
+def registered(name: str, value: str) -> str:
+    """The statement that makes `value` the buffer `name`, which may be one of a module inside."""
     owner, _, last = name.rpartition(".")
-    return f'        {attribute(owner) if owner else "self"}.register_buffer("{last}", {value})'
+    return f'{attribute(owner) if owner else "self"}.register_buffer("{last}", {value})'
 
 
 def _size_arguments(body: Body) -> dict[str, int]:

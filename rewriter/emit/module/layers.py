@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from rewriter.emit.module.classes import ClassTable, containers, leaf_needs_group
+from rewriter.emit.module.classes import ClassTable, containers, leaf_needs_group, registered
 from rewriter.emit.module.wiring import Entry, Segments, Wiring
-from rewriter.emit.python_source import UniqueNames, assignment, attribute
+from rewriter.emit.python_source import UniqueNames, assignment
 from rewriter.ir import (
     Body,
     Leaf,
@@ -80,6 +80,7 @@ class RuntimeLayerPrinter:
         self.main = wirings.get("rewired", wirings[""])  # whose layers give classes their names
         self.program = self.main.program
         self.slot_specs: list[str] = []
+        self.tensors = wiring_tensors(self.program.graph, self.program.modules)
         self.owners = key_owners(self.program)
         self.first_slots: dict[str, int] = {}  # by path of a layer's child
 
@@ -152,8 +153,8 @@ class RuntimeLayerPrinter:
             for p, m in self.program.modules.items()
             if p.startswith(f"{path}.") and not is_dropout(m)
         }
-        tensors = wiring_tensors(self.program.graph, self.program.modules)
-        own = {n.removeprefix(f"{path}."): self.program.parameters[n] for n in tensors if n.startswith(f"{path}.")}
+        tensors = (name for name in self.tensors if name.startswith(f"{path}."))
+        own = {name.removeprefix(f"{path}."): self.program.parameters[name] for name in tensors}
         segments = Segments()
         calls: dict[str, LayerCall] = {}
         methods: dict[str, str] = {}  # method by text without its name
@@ -203,10 +204,7 @@ class RuntimeLayerPrinter:
 def _tensor(name: str, parameter: Parameter) -> str:
     """The statement that makes a tensor of a layer's own."""
     value = f"torch.empty({', '.join(map(str, parameter.shape)) or '()'})"
-    if not parameter.buffer:
-        return assignment(name, f"nn.Parameter({value})")
-    owner, _, last = name.rpartition(".")
-    return f'{attribute(owner) if owner else "self"}.register_buffer("{last}", {value})'
+    return registered(name, value) if parameter.buffer else assignment(name, f"nn.Parameter({value})")
 
 
 def _place(layers: Sequence[int], families: Sequence[str]) -> str:

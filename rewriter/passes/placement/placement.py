@@ -47,7 +47,7 @@ def split_body(body: Body, ranks: int) -> SplitBody:
             state.local.add(node)
     for node in list(state.graph.nodes):
         _place(state, node, set(exits))
-    summed, *others = _results(state)
+    summed, *others = state.results
     if summed not in state.partial:
         raise Unsplittable("its output is not a sum over heads or channels")
     if any(n in state.partial or (n in state.local and n not in state.sharded) for n in others):
@@ -97,7 +97,7 @@ def _take_own_ranges(state: PlacementState, node: fx.Node) -> None:
 def _exits(state: PlacementState) -> list[fx.Node]:
     """The projections (or experts) whose outputs are summed up to the body's output."""
     exits: list[fx.Node] = []
-    todo = _results(state)[:1]
+    todo = state.results[:1]
     while todo:
         node = todo.pop()
         if _is_projection(state, node) or _is_product(state, node):
@@ -113,12 +113,6 @@ def _exits(state: PlacementState) -> list[fx.Node]:
     if not exits:
         raise Unsplittable("no projection makes its output")
     return exits
-
-
-def _results(state: PlacementState) -> list[fx.Node]:
-    """The tensors that the body returns."""
-    result = args_of(state.graph.output_node())[0]
-    return [result] if isinstance(result, fx.Node) else list(result)
 
 
 def _reaches_projection(state: PlacementState, node: fx.Node) -> bool:

@@ -47,6 +47,12 @@ class PlacementState:
         self.local: set[fx.Node] = set()
         self.copied: dict[fx.Node, fx.Node] = {}
 
+    @property
+    def results(self) -> list[fx.Node]:
+        """The tensors that the body returns."""
+        result = args_of(self.graph.output_node())[0]
+        return [result] if isinstance(result, fx.Node) else list(result)
+
     def find_sharded(self) -> None:
         """Fill `sharded` from the labels."""
         self.sharded = {n: s for n in self.graph.nodes if is_tensor(n) and (s := self._split(n)) is not None}
@@ -101,8 +107,7 @@ class PlacementState:
         sizes = {name: resized(own[name], shard.dim, held(shard.ranges)) for name, shard in split.items()}
         parameters = {**own, **sizes}
         body = replace(self.body, graph=self.graph, modules=self.modules, parameters=parameters, shared=shared)
-        result = args_of(self.graph.output_node())[0]
-        ends = placeholders(self.graph), [result] if isinstance(result, fx.Node) else result
+        ends = placeholders(self.graph), self.results
         inputs, results = ({i: self.sharded[n] for i, n in enumerate(of) if n in self.sharded} for of in ends)
         return SplitBody(body, self.shards, inputs, results)
 
