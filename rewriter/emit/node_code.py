@@ -130,7 +130,7 @@ class NodePrinter:
 
 def is_effect(node: fx.Node) -> bool:
     """True if a node, or a module that it calls, only stores keys and values."""
-    stores = node.target in (ops.store_keys, ops.remember) or node.target in ops.RECURRENT
+    stores = node.target is ops.store_keys or node.target in ops.CACHED - {ops.attention}
     return not node.users and (stores or str(node.target).endswith(".store_keys"))
 
 
@@ -196,6 +196,12 @@ def _recurrence(p: NodePrinter, node: fx.Node) -> str:
     return f"{getattr(node.target, '__name__', '')}({given})"
 
 
+def _top_keys(p: NodePrinter, node: fx.Node) -> str:
+    mask: Any = node.kwargs["mask"]
+    numbers = "".join(f", {name}={number}" for name, number in node.kwargs.items() if name != "mask")
+    return f"top_keys({p.arguments(node.args, {})}, mask={mask.source}{numbers})"
+
+
 def _on_group(function: str) -> Callable[[NodePrinter, fx.Node], str]:
     """A collective, with a format where it travels quantized."""
 
@@ -250,10 +256,9 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
         f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])}{_padding(n, 2)})"
     ),
     ops.attention: _attention,
-    **dict.fromkeys((*ops.RECURRENT, ops.remember), _recurrence),
-    ops.top_keys: lambda p, n: (
-        f"top_keys({p.arguments(n.args, {})}, mask={n.kwargs['mask'].source}, count={n.kwargs['count']})"
-    ),
+    **dict.fromkeys(ops.CACHED - {ops.attention}, _recurrence),
+    ops.block_starts: lambda p, n: f"block_starts({p.arguments(n.args, {})}, size={n.kwargs['size']})",
+    ops.top_keys: _top_keys,
     ops.store_keys: lambda p, n: f"store_keys({p.arguments(n.args, {})}, {_slot(n)})",
     ops.where_rewired: lambda p, n: (
         f"torch.where({p.atom(args_of(n)[0])}[..., None], {p.arguments(args_of(n)[1:], {})})"

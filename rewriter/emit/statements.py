@@ -19,8 +19,8 @@ aten = torch.ops.aten
 
 
 _NEVER_INLINED = frozenset({
-    ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather,
-    ops.copy_to_group, ops.shard_tokens, ops.gather_tokens, ops.remember, ops.top_keys, *ops.RECURRENT,
+    ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather,
+    ops.copy_to_group, ops.shard_tokens, ops.gather_tokens, ops.block_starts, ops.top_keys, *ops.CACHED,
 })  # fmt: skip
 
 
@@ -196,7 +196,8 @@ _COMPUTED = {
     "sum": "total", "max": "largest", "amax": "largest", "pow": "power", "linear": "projected", "matmul": "product",
     "bmm": "product", "experts": "expert_output", "embedding": "embedded", "vocab_embedding": "embedded",
     "causal_conv": "convolved", "delta_rule": "mixed", "state_space": "mixed", "selective_scan": "mixed",
-    "linear_scan": "mixed", "top_keys": "chosen",
+    "linear_scan": "mixed", "top_keys": "chosen", "pool_blocks": "pooled",
+    "remember_blocks": "entries", "block_starts": "starts",
     **{name: name for name in ("cos", "sin", "exp", "sqrt", "rsqrt", "mean", "softmax", "sigmoid", "cumsum")},
 }  # fmt: skip
 _SEVERAL = {"topk": ("top_values", "top_indices"), "sort": ("sorted_values", "order"), "max": ("largest", "place")}

@@ -96,6 +96,10 @@ class Labels:
                 summed = common(labels, -1).transpose(-1, -2)
                 if labels.dim() - 1 in varying_dims(summed):
                     self._set_stored(left, summed, -2)
+            if (labels := self.of.get(left)) is not None and labels.dim() > 2 and _stored(right):
+                alike = common(common(labels, -1), -2)  # products of a batch of parameters, each of one unit's values
+                if varying_dims(alike) and labels.dim() == value_of(node).dim():
+                    self.set(node, alike.expand(reduced_shape(value_of(node))))
         elif node.target is ops.causal_conv:
             if (labels := self.of.get(args_of(node)[0])) is not None:
                 self.set(node, labels)

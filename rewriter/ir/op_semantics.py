@@ -184,7 +184,7 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("collective", "agreed"), [ops.agreed]),
     (Operator("pointwise", "where_rewired", data=(1, 2)), [ops.where_rewired]),
     (Operator("collective"), [ops.repeat_shard, ops.own_shard, ops.own_ranges, ops.shard_tokens]),
-    (Operator("recurrence"), [*ops.RECURRENT, ops.remember]),
+    (Operator("recurrence"), [*ops.STATEFUL, ops.remember, ops.remember_blocks, ops.block_starts]),
     (Operator("top"), [ops.top_keys]),
 )  # fmt: skip
 

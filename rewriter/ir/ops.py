@@ -18,6 +18,12 @@ import torch.nn.functional as F
 from rewriter.ir.activations import ACTIVATIONS as ACTIVATIONS
 from rewriter.ir.attention_mask import MaskKind as MaskKind
 from rewriter.ir.attention_mask import MaskSpec as MaskSpec
+from rewriter.ir.key_blocks import block_starts as block_starts
+from rewriter.ir.key_blocks import blocks_seen as blocks_seen
+from rewriter.ir.key_blocks import chosen_of as chosen_of
+from rewriter.ir.key_blocks import keys_of_blocks as keys_of_blocks
+from rewriter.ir.key_blocks import pool_blocks as pool_blocks
+from rewriter.ir.key_blocks import remember_blocks as remember_blocks
 from rewriter.ir.recurrences import causal_conv as causal_conv
 from rewriter.ir.recurrences import delta_rule as delta_rule
 from rewriter.ir.recurrences import linear_scan as linear_scan
@@ -41,6 +47,8 @@ def attention(
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
+    block: int = 1,
+    entries: torch.Tensor | None = None,
     sequence: SequencePlan | None = None,
     stored: bool = False,
 ) -> torch.Tensor:
@@ -49,12 +57,17 @@ def attention(
     Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H]
     adds one logit per head that takes probability and returns nothing. `slopes` [H] (ALiBi, Press et al. 2022) adds
     slope · (t − s) for a query at s and a key at t. `keys` [B, S, n] are places of the keys, as `top_keys` gives them,
-    besides which a query sees none. `ctx` is ignored here: without a cache every
+    besides which a query sees none; with a `block` above 1 they are places of blocks of so many tokens, and a
+    query sees those behind its last whole block too. `entries` [B, K, W, D] are keys, and values at once, of such
+    blocks, as `remember_blocks` gives them, which queries see besides the others; `keys` then choose among them. `ctx`
+    is ignored here: without a cache every
     call sees all tokens from position 0. `slot` names the cache entry of this call; with `stored` that is an earlier
     call's, which has stored k and v there. With `sequence`, q, k and v are those of a rank's tokens and keys of all
     ranks are seen; here all tokens are given, and it changes nothing.
     """
     del ctx, slot, sequence, stored
+    if entries is not None:
+        k_BKTD, v_BKTE = (torch.cat([x, entries], 2) for x in (k_BKTD, v_BKTE))
     groups = q_BHSD.shape[1] // k_BKTD.shape[1]
     k_BHTD, v_BHTE = k_BKTD.repeat_interleave(groups, 1), v_BKTE.repeat_interleave(groups, 1)
     scores = q_BHSD @ k_BHTD.transpose(-1, -2) * scale
@@ -66,9 +79,14 @@ def attention(
     if slopes is not None:
         scores = scores + (slopes[:, None, None] * (positions - positions[:, None])).to(scores.dtype)
     visible = mask.visible(positions, positions)
-    if keys is not None:
-        chosen = torch.zeros(*keys.shape[:2], len(positions), dtype=torch.bool, device=keys.device)
-        visible = visible & chosen.scatter(2, keys.long(), True)[:, None]
+    if entries is not None:
+        of_blocks = blocks_seen(positions, entries.shape[2], block).expand(q_BHSD.shape[0], -1, -1)
+        if keys is not None:
+            of_blocks = of_blocks & chosen_of(keys, entries.shape[2])
+        visible = torch.cat([visible.expand(*of_blocks.shape[:2], -1), of_blocks], 2)[:, None]
+    elif keys is not None:
+        chosen = chosen_of(keys, len(positions)) if block == 1 else keys_of_blocks(keys, positions, positions, block)
+        visible = visible & chosen[:, None]
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
@@ -84,12 +102,14 @@ def remember(x_BSD: torch.Tensor, ctx: Any, *, slot: int | str) -> torch.Tensor:
     return x_BSD
 
 
-def top_keys(scores_BST: torch.Tensor, ctx: Any, *, mask: MaskSpec, count: int) -> torch.Tensor:
+def top_keys(scores_BST: torch.Tensor, ctx: Any, *, mask: MaskSpec, count: int, block: int = 1) -> torch.Tensor:
     """The places of the `count` keys with the highest scores that `mask` shows to each query, int64 [B, S, n]; n is the
-    number of keys where that is less. Where a query sees fewer than n, some of its n are keys that it does not see."""
+    number of keys where that is less. Where a query sees fewer than n, some of its n are keys that it does not see.
+    With a `block` above 1, scores are those of entries of blocks of so many tokens."""
     del ctx
     positions = torch.arange(scores_BST.shape[1], device=scores_BST.device)
-    seen = scores_BST.masked_fill(~mask.visible(positions, positions), torch.finfo(scores_BST.dtype).min)
+    shown = mask.visible(positions, positions) if block == 1 else blocks_seen(positions, scores_BST.shape[2], block)
+    seen = scores_BST.masked_fill(~shown, torch.finfo(scores_BST.dtype).min)
     return seen.topk(min(count, scores_BST.shape[2]), dim=-1).indices
 
 
@@ -253,4 +273,5 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str, padding_
 COLLECTIVES = frozenset({all_reduce, all_reduce_start, all_gather})
 # what carries a state from token to token, and what keeps anything between calls: each has a `slot`
 RECURRENT = frozenset({causal_conv, delta_rule, state_space, selective_scan, linear_scan})
-CACHED = RECURRENT | {attention, remember}
+STATEFUL = RECURRENT | {pool_blocks}
+CACHED = STATEFUL | {attention, remember, remember_blocks}

@@ -23,8 +23,13 @@ class State:
 
 
 def state_of(node: fx.Node) -> State:
-    """The state of a call of one of `ops.RECURRENT`: heads or channels first, of which a rank holds its own."""
+    """The state of a call of one of `ops.STATEFUL`: heads or channels first, of which a rank holds its own, or
+    tokens, of which each holds all."""
     sizes = [reduced_shape(value_of(n)) if isinstance(n, fx.Node) and is_tensor(n) else () for n in args_of(node)]
+    if node.target is ops.pool_blocks:
+        size: Any = node.kwargs["size"]
+        before = 2 * size - 1 if node.kwargs.get("overlap") else size - 1
+        return State((before, sizes[0][2] * (2 if sizes[1] else 1)), fp32=False)
     count, *rest = _SHAPES[node.target](sizes)
     local = marks(node).local_channels
     return State((count if local is None else local, *rest), fp32=node.target is not ops.causal_conv)

@@ -4,6 +4,7 @@ from rewriter.ir.ops import MaskSpec, SequencePlan
 from rewriter.ir.phases import PromptPhase
 from rewriter.runtime.attention.cached import attention, store_keys
 from rewriter.runtime.attention.chosen_keys import remember, top_keys
+from rewriter.runtime.attention.key_blocks import block_starts, pool_blocks, remember_blocks
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.attention.sequence_axis import SequenceAxis, Shards
 from rewriter.runtime.cache import SequenceCache, SlotSpec, StateSpec, StaticCache
@@ -82,6 +83,7 @@ __all__ = [
     "all_reduce_start",
     "all_reduce_wait",
     "attention",
+    "block_starts",
     "causal_conv",
     "compile_segments",
     "copy_to_group",
@@ -98,10 +100,12 @@ __all__ = [
     "once",
     "own_ranges",
     "own_shard",
+    "pool_blocks",
     "quantized_all_reduce",
     "quantized_all_reduce_start",
     "record_events",
     "remember",
+    "remember_blocks",
     "repeat_shard",
     "selective_scan",
     "sequence_mesh",

@@ -25,12 +25,14 @@ class SlotSpec:
     """One attention call's entry on this rank. Head sizes of keys and values may differ.
 
     `window` w says that no query of this slot sees a key w or more positions back; only the last w are kept then.
+    `tokens`: an entry stands for a block of so many.
     """
 
     kv_heads: int
     head_dim_k: int
     head_dim_v: int
     window: int | None = None
+    tokens: int = 1
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,12 @@ class _SlotMemory:
             )
 
 
+def _length(positions: int, block: int) -> int:
+    """Entries of as many positions, each of a block of tokens: of blocks, those that a call may touch behind them
+    too."""
+    return positions if block == 1 else positions // block + 2
+
+
 class StaticCache(_SlotMemory):
     """Position t, left padding counted, is at index t of max_length; a slot with a window w below max_length keeps w
     positions as a ring, t at index t modulo w. `fixed`: slots whose size does not depend on max_length, which are rings
@@ -124,11 +132,14 @@ class StaticCache(_SlotMemory):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
+        self.blocks = [spec.tokens if isinstance(spec, SlotSpec) else 1 for spec in slots]
         windows = [spec.window if isinstance(spec, SlotSpec) else None for spec in slots]
-        lengths = [max_length if window is None else min(window, max_length) for window in windows]
-        self.fixed = [
-            length < max_length or isinstance(spec, StateSpec) for length, spec in zip(lengths, slots, strict=True)
+        rings = [window is not None and window < max_length for window in windows]
+        lengths = [
+            window if ring and window is not None else _length(max_length, block)
+            for window, ring, block in zip(windows, rings, self.blocks, strict=True)
         ]
+        self.fixed = [ring or isinstance(spec, StateSpec) for ring, spec in zip(rings, slots, strict=True)]
         super().__init__(slots, lengths, batch, dtype, device)
 
     def state(self, slot: int) -> Tensor:
@@ -144,7 +155,10 @@ class StaticCache(_SlotMemory):
         """The same memory as far as positions below `length` need it: less to look at. States are as they are."""
         one = copy(self)
         one.keys, one.values = (
-            [m if fixed else m[:, :, :length] for m, fixed in zip(memories, self.fixed, strict=True)]
+            [
+                m if fixed else m[:, :, : _length(length, block)]
+                for m, fixed, block in zip(memories, self.fixed, self.blocks, strict=True)
+            ]
             for memories in (self.keys, self.values)
         )
         return one
@@ -152,7 +166,19 @@ class StaticCache(_SlotMemory):
     def bound(self, slots: Sequence[int]) -> Self:
         one = super().bound(slots)
         one.fixed = [self.fixed[slot] for slot in slots]
+        one.blocks = [self.blocks[slot] for slot in slots]
         return one
+
+    def store_entries(self, slot: int, x_BWD: Tensor, first_B: Tensor) -> Tensor:
+        """Store entries of blocks, of each row from its number `first` (int64 [B]) on; returns all of them [B, T, D].
+
+        Raises RewriterError for entries that require a gradient.
+        """
+        self._refuse_gradients("keys", x_BWD)
+        kept_BTD = self.keys[slot][:, 0]
+        index = (first_B[:, None] + torch.arange(x_BWD.shape[1], device=x_BWD.device))[..., None].expand_as(x_BWD)
+        kept_BTD.scatter_(1, index, x_BWD.to(kept_BTD.dtype))
+        return kept_BTD
 
     def store_one(self, slot: int, k_BK1D: Tensor, v_BK1E: Tensor, position: Tensor) -> None:
         """Store the key and value at `position` p (int64 scalar), at index p modulo T of the slot's keys [B, K, T, D].
@@ -307,5 +333,5 @@ def make_cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> S
     return StaticCache(slots, batch, max_length, like.dtype, like.device)
 
 
-register_node(StaticCache, ("keys", "values"), ("fixed",))
+register_node(StaticCache, ("keys", "values"), ("fixed", "blocks"))
 register_node(SequenceCache, ("keys", "values", "places", "prompt"), ("axis", "max_length"))

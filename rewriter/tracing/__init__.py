@@ -7,7 +7,7 @@ weights: only safetensors headers, to bind parameters to what is on disk.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.image_features import joined_layers
 from rewriter.tracing.interception import lifted_interfaces, replaced_forward
+from rewriter.tracing.key_blocks import modules_of_blocks
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.mixer_functions import lifted_mixers
@@ -129,21 +130,24 @@ def _ties_among(held: Collection[str], ties: Mapping[str, str]) -> dict[str, str
 
 @dataclass(frozen=True)
 class _Layers:
-    """Per layer: the arguments that it is never given, and the length of the tuple that it returns (None: no tuple)."""
+    """Per layer: the arguments that it is never given, the length of the tuple that it returns (None: no tuple), and
+    whether its keys of blocks of tokens were recorded, so that what its cache keeps is known."""
 
     absent: tuple[tuple[str, ...], ...]
     returns: tuple[int | None, ...]
+    known_caches: Sequence[bool]
 
 
 def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], _Layers]:
     """The wiring, the modules that it calls, and what was seen of the layers."""
     # an error of a model's own code on meta tensors is the model's limit, not a crash
     hint = ". Its forward does something that needs values or a call form this version does not know."
+    of_blocks = modules_of_blocks(skeleton.model)
     with (
         refused(f"{type(skeleton.model).__name__} cannot be traced", hint),
         rotary_by_length(skeleton.model, skeleton.buffers),
         lifted_interfaces(skeleton.model),
-        replaced_forward({**written_experts(skeleton.model), **written_mixers(skeleton.model)}),
+        replaced_forward({**written_experts(skeleton.model), **written_mixers(skeleton.model), **of_blocks}),
         lifted_mixers(skeleton.model),
     ):
         tracer = ModelTracer(skeleton)
@@ -152,7 +156,8 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], _Layers]:
     if around.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(around.constants)}), not supported yet")
     absent = tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers)
-    return graph, modules, _Layers(absent, tuple(map(tracer.returned, skeleton.layers)))
+    known = [any(part in of_blocks for part in layer.modules()) for layer in skeleton.layers]
+    return graph, modules, _Layers(absent, tuple(map(tracer.returned, skeleton.layers)), known)
 
 
 def _source(seen: _Layers, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
@@ -182,19 +187,22 @@ def _source(seen: _Layers, skeleton: Skeleton, path: str | None, remote_code: bo
         by_length=by_length(model),
         renewed_after=renewed_after(model),
         joined=joined_layers(model, skeleton.layers_path),
-        own_cache=_own_cache(model),
+        own_cache=_own_cache(model, seen.known_caches),
     )
 
 
-def _own_cache(model: PreTrainedModel) -> str | None:
-    """The first class by which `model` itself keeps keys and values of some layers; None where transformers' do.
+def _own_cache(model: PreTrainedModel, known: Sequence[bool]) -> str | None:
+    """The first class by which `model` itself keeps keys and values of some layers; None where transformers' do, or
+    where, by `known` of each layer, it is known what is kept.
 
     Such a cache may forget what a forward without a cache sees: Unlimited OCR's keeps the prompt and a window of what
     was generated. A model's module enters its classes in transformers' table by their layer type.
     """
-    for kind in getattr(text_config(model.config), "layer_types", None) or ():
+    kinds = getattr(text_config(model.config), "layer_types", None) or ()
+    for layer, kind in enumerate(kinds):
         made = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.get(kind)
-        if made is not None and made.__module__ != cache_utils.__name__:
+        recorded = layer < len(known) and known[layer]
+        if not recorded and made is not None and made.__module__ != cache_utils.__name__:
             return str(made.__name__)
     return None
 

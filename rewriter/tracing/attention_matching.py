@@ -21,6 +21,7 @@ from rewriter.ir.op_semantics import aten, function_of, kind_of
 from rewriter.tracing.attention_scores import Scores, Term, UnknownScores, folds, is_matmul, is_same, is_view, shape_of
 from rewriter.tracing.functionalize import computed
 from rewriter.tracing.indexers import choose_keys
+from rewriter.tracing.key_blocks import attend_to_blocks
 from rewriter.tracing.masks import StaticGraph
 
 _END = 1 << 62  # of a slice that has none
@@ -32,8 +33,9 @@ def recognise(graph: fx.Graph, static: StaticGraph, used: dict[str, torch.Tensor
     replaced = False
     for node in list(graph.nodes):
         if node.target is ops.attention:
+            of_blocks = attend_to_blocks(node)
             _separate(node, static, used)
-            if "keys" in node.kwargs:
+            if not of_blocks and "keys" in node.kwargs:
                 choose_keys(node, static)
         elif function_of(node) == "softmax":
             try:

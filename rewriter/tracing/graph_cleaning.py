@@ -21,6 +21,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of, drop_dead_nodes, ops
 from rewriter.ir.op_semantics import argument, aten, function_of, kind_of, named_arguments
 from rewriter.tracing.interception import base_name, layer_number, variant_name
+from rewriter.tracing.key_blocks import conversions
 from rewriter.tracing.meta_model import TRACE_DTYPE
 
 _traced = torch.ops.rewriter_trace
@@ -63,7 +64,9 @@ class _Cleaner:
         for i, node in enumerate(self.inputs):
             self.env[node] = self.graph.placeholder(f"x{i}")
             self.env[node].meta["val"] = node.meta["val"]
-        if any(n.target in (_traced.attention.default, *_recurrent()) for n in self.exported.graph.nodes):
+        if any(
+            n.target in (_traced.attention.default, *_recurrent(), *conversions()) for n in self.exported.graph.nodes
+        ):
             self.ctx = self.graph.placeholder("ctx")
         kept = self._read_tensors()
         known = [n for n in (*self.inputs, *self.placeholders) if n in self.env and n not in kept]
@@ -186,6 +189,13 @@ class _Cleaner:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
         return self._emit(node, _recurrent()[node.target], (*tensors, self.ctx), {"slot": next(self.slot), **options})
 
+    def _of_blocks(self, node: fx.Node, args: Any) -> fx.Node:
+        target, keeps = conversions()[node.target]
+        *tensors, text = args
+        slot = {"slot": next(self.slot)} if keeps else {}
+        rule = {"mask": ops.MaskSpec("causal")} if target is ops.top_keys else {}
+        return self._emit(node, target, (*tensors, self.ctx), {**slot, **rule, **json.loads(text)})
+
     def _mask(self, node: fx.Node, args: Any) -> fx.Node:
         spec = ops.MaskSpec(args[1], args[2])
         return self._emit(node, ops.additive_mask, (self._like(node),), {"mask": spec})
@@ -248,6 +258,7 @@ def _converters() -> dict[Any, Callable[[_Cleaner, fx.Node, Any], Any]]:
         _traced.mask.default: _Cleaner._mask,
         _traced.experts.default: _Cleaner._experts,
         **dict.fromkeys(_recurrent(), _Cleaner._recurrence),
+        **dict.fromkeys(conversions(), _Cleaner._of_blocks),
         _traced.call.default: _Cleaner._call,
         operator.getitem: _Cleaner._item,
     }

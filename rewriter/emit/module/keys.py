@@ -34,7 +34,7 @@ def _cut(graph: fx.Graph, modules: Any, made: dict[int, tuple[Body, list[int]]])
         if node.target is ops.attention:
             _, k, v, ctx = args_of(node)[:4]
             node.target, node.args, node.kwargs = ops.store_keys, (k, v, ctx), {"slot": node.kwargs["slot"]}
-        elif node.target in ops.RECURRENT or node.target is ops.remember:
+        elif node.target in ops.CACHED:
             continue  # its state is what it has seen
         elif isinstance(module, Body) and _stores(module):
             if id(module) not in made:

@@ -250,7 +250,9 @@ def cache_slots(child: Module, shared: bool = False) -> list[str]:
             slots.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
         elif node.target is ops.remember:
             slots.append(f"SlotSpec(1, {reduced_shape(value_of(node))[-1]}, 0)")
-        elif node.target in ops.RECURRENT:
+        elif node.target is ops.remember_blocks:
+            slots.append(f"SlotSpec(1, {reduced_shape(value_of(node))[-1]}, 0, tokens={node.kwargs['size']})")
+        elif node.target in ops.STATEFUL:
             state = state_of(node)
             slots.append(f"StateSpec({state.shape}, fp32={state.fp32})")
     return slots

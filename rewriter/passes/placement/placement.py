@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from rewriter.ir import Body, Leaf, args_of, called_module, ops, put_after
-from rewriter.ir.labels import Unsplittable, reduced_shape, tensor_inputs, value_of
+from rewriter.ir.labels import Unsplittable, common, is_tensor, reduced_shape, tensor_inputs, value_of
 from rewriter.ir.op_semantics import function_of, is_movement, is_pointwise
 from rewriter.passes.placement.mixers import label_mixers
 from rewriter.passes.placement.placement_rules import is_linear, place_call, place_function, place_product
@@ -148,17 +148,40 @@ def _label_attention(state: PlacementState) -> None:
             continue
         q, k, v = args_of(node)[:3]
         heads, kv_heads = reduced_shape(value_of(q))[1], reduced_shape(value_of(k))[1]
-        first = state.units.channels(heads, "query heads")
-        by_head = torch.arange(first, first + heads)
+        groups = _groups_of_heads(state, node, heads)
+        first = state.units.channels(groups, "query heads")
+        by_head = torch.arange(first, first + groups).repeat_interleave(heads // groups)
         _set_heads(state, q, by_head)
         _set_heads(state, node, by_head)
         if isinstance(sinks := node.kwargs.get("sinks"), fx.Node):
             state.labels.set(sinks, by_head)
         # one key/value head per query head is the same unit: fused projections interleave them
-        first_kv = first if kv_heads == heads else state.units.key_value_heads(heads, kv_heads)
+        first_kv = first if kv_heads == groups else state.units.key_value_heads(groups, kv_heads)
         if first_kv is not None:
             for operand in (k, v):
                 _set_heads(state, operand, torch.arange(first_kv, first_kv + kv_heads))
+
+
+def _groups_of_heads(state: PlacementState, attention: fx.Node, heads: int) -> int:
+    """The number of units that query heads are in: groups of them, where a module projects each group by itself."""
+    values = {attention}
+    for node in state.graph.nodes:
+        if not values & set(node.all_input_nodes):
+            continue
+        if node.op == "call_module" and _projects_groups(node):
+            groups = int(value_of(node).shape[-2])
+            return groups if heads % groups == 0 else heads
+        if is_movement(node) or is_pointwise(node):
+            values.add(node)
+    return heads
+
+
+def _projects_groups(node: fx.Node) -> bool:
+    """True for a call of [..., G, I] that gives [..., G, O]."""
+    if not is_tensor(node) or not is_tensor(args_of(node)[0]):
+        return False
+    given, made = (reduced_shape(value_of(n)) for n in (args_of(node)[0], node))
+    return len(made) == 4 and given[:-1] == made[:-1] and given[-1] != made[-1]
 
 
 def _set_heads(state: PlacementState, node: fx.Node, heads: torch.Tensor) -> None:
@@ -178,6 +201,7 @@ def _label_modules(state: PlacementState) -> None:
             before, alike = len(state.labels.of), (node, *alike_inputs(node))
             if (labels := next((state.labels.of[n] for n in alike if n in state.labels.of), None)) is not None:
                 for each in alike:
-                    state.labels.set(each, labels)
+                    shape = reduced_shape(value_of(each))
+                    state.labels.set(each, labels if labels.shape == shape else common(labels, -1).expand(shape))
             if len(state.labels.of) != before:
                 state.labels.propagate()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, called_module, nodes_inside, ops
 from rewriter.ir.communication import model_dtype_bytes
+from rewriter.ir.labels import reduced_shape, value_of
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
 from rewriter.ir.states import state_of
@@ -38,7 +40,7 @@ def memory(program: Program) -> RankMemory:
     full = sum(math.prod(p.full_shape or p.shape) for p in program.parameters.values())
     local = sum(math.prod(p.shape) for p in program.parameters.values())
     kept = [(s.layers * s.kv_heads * (s.head_dim + s.value_dim), s.window) for s in attention_shapes(program)]
-    cache = sum(elements for elements, _ in kept)
+    cache = sum(elements for elements, _ in kept) + _remembered(program, 1000) // 1000
     windowed = sum(elements for elements, window in kept if window is not None)
     shapes, nodes = wiring_shapes(program), program.graph.nodes
     called = [called_module(node, program.modules) for node in nodes if marks(node).layer is not None]
@@ -54,8 +56,16 @@ def memory(program: Program) -> RankMemory:
 def _states(program: Program, size: int) -> int:
     """Bytes of the states that a rank keeps of one sequence."""
     inside = (node for module in program.modules.values() for _, node in nodes_inside(module))
-    states = [state_of(node) for node in inside if node.target in ops.RECURRENT]
+    states = [state_of(node) for node in inside if node.target in ops.STATEFUL]
     return sum(math.prod(state.shape) * (4 if state.fp32 else size) for state in states)
+
+
+def _remembered(program: Program, tokens: int) -> int:
+    """Elements that indexers keep of as many tokens, and keys of blocks of tokens."""
+    inside = (node for module in program.modules.values() for _, node in nodes_inside(module))
+    kept = [n for n in inside if n.target in (ops.remember, ops.remember_blocks)]
+    sizes: list[Any] = [n.kwargs.get("size", 1) for n in kept]
+    return sum(reduced_shape(value_of(n))[-1] * -(-tokens // size) for n, size in zip(kept, sizes, strict=True))
 
 
 def cache_elements(program: Program, tokens: int) -> int:
@@ -71,7 +81,7 @@ def cache_elements(program: Program, tokens: int) -> int:
         * (shape.head_dim + shape.value_dim)
         * -(-min(tokens, shape.window or tokens) // shared)
         for shape in attention_shapes(program)
-    )
+    ) + _remembered(program, tokens)
 
 
 def _width(shape: Value) -> int:

@@ -112,7 +112,7 @@ class _Follower:
             return attended(*args[:3])
         if target in ops.RECURRENT:
             raise Mixed("carries a state from token to token")
-        if target in (ops.remember, ops.top_keys):
+        if target in (ops.remember, ops.top_keys, ops.remember_blocks, ops.block_starts, ops.pool_blocks):
             raise Mixed("chooses keys among those of all tokens")
         if target is ops.experts:
             return chosen_experts(*args[:3])

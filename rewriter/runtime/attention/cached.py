@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir.key_blocks import blocks_seen, chosen_of, keys_of_blocks
 from rewriter.ir.ops import MaskSpec
 from rewriter.kernels import accumulation_dtype, decode_attention
 from rewriter.runtime.attention.local import in_autocast_dtype
@@ -37,6 +38,8 @@ def attention(
     bias: Tensor | None = None,
     slopes: Tensor | None = None,
     keys: Tensor | None = None,
+    block: int = 1,
+    entries: Tensor | None = None,
     stored: bool = False,
 ) -> Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` and `ctx` show; returns o [B, H, S, E] in q's dtype.
@@ -45,7 +48,9 @@ def attention(
     are stored under `slot` (with `stored`, an earlier layer has done so) and the earlier ones are seen too. `softcap`
     c replaces scores by c · tanh(scores / c); `sinks` [H] adds a logit per head that takes probability and returns
     nothing; `bias` broadcasts to [B, H, S, T], T the keys in view; `slopes` [H] adds slope · (t − s) for a query at s
-    and a key at t; of `keys` int64 [B, S, n], as `top_keys` gives them, a query sees no others. Padding (the first
+    and a key at t; of `keys` int64 [B, S, n], as `top_keys` gives them, a query sees no others; with a `block`
+    above 1 they are blocks of so many tokens. `entries` [B, K, W, D] are keys and values of such blocks, as
+    `remember_blocks` gives them, which are seen too; `keys` are among them then. Padding (the first
     `ctx.first_valid` positions of a row) is
     never seen, except by itself, so that no row is empty and none gives NaN. A token sees those of its own segment,
     where `ctx.segment_ids` has any.
@@ -56,7 +61,11 @@ def attention(
     """
     if ctx.shards is not None or isinstance(ctx.cache, SequenceCache):
         given: dict[str, Any] = {"softcap": softcap, "position bias": bias if slopes is None else slopes}
-        given |= {"choice of keys": keys, "layer whose keys it reads": stored or None}
+        given |= {
+            "choice of keys": keys,
+            "key for blocks of tokens": entries,
+            "layer whose keys it reads": stored or None,
+        }
         if what := next((name for name, value in given.items() if value is not None), None):
             raise RewriterError(
                 f"attention: slot {slot!r} has a {what}, but attention over tokens of several ranks has none. Rewrite "
@@ -66,7 +75,7 @@ def attention(
     positions: Tensor | None = None
     if ctx.cache is not None:
         follows = ctx.position is not None and q_BHSD.shape[2] == 1
-        if follows and bias is None and slopes is None and keys is None and without_masks(q_BHSD):
+        if follows and bias is None and slopes is None and keys is None and entries is None and without_masks(q_BHSD):
             return _one_token(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, softcap, sinks, stored)
         put = ctx.cache.appended if stored else ctx.cache.append
         k_BKSD, v_BKSE, positions = put(slot, k_BKSD, v_BKSE, ctx.position)
@@ -77,22 +86,32 @@ def attention(
             "cannot be used with a key/value cache yet: generate without one"
         )
     explicit = softcap is not None or sinks is not None
-    everything = positions is None and ctx.first_valid is None and ctx.segment_ids is None and keys is None
+    chooses = keys is not None or entries is not None
+    everything = positions is None and ctx.first_valid is None and ctx.segment_ids is None and not chooses
     if slopes is not None:
         bias = _by_distance(slopes, ctx, positions, queries)
     if everything and not explicit and bias is None:
         causal = mask.causal if queries > 1 else False  # a bool where the number is symbolic
         if not causal or mask.unbounded(queries):
             return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, causal, scale)
-    plain = not explicit and bias is None and keys is None and ctx.first_valid is None
+    plain = not explicit and bias is None and not chooses and ctx.first_valid is None
     if ctx.fills and plain and mask.causal and mask.unbounded(length):
         before = length - queries  # kernels leave out what a causal mask hides where queries are as many as keys
         return _sdpa(F.pad(q_BHSD, (0, 0, before, 0)), k_BKSD, v_BKSE, None, True, scale)[:, :, before:]
     s, t = places(ctx, positions, queries, q_BHSD.device)
     seen = visible(mask, ctx, s, t)
-    if keys is not None and keys.shape[2] < length:
-        chosen = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device)
-        seen = seen & chosen.scatter(2, keys, True)[:, None]
+    if chooses:
+        first = 0 if ctx.first_valid is None else ctx.first_valid[:, None]
+        s, t = (x[None] - first for x in (s, t))
+    if entries is not None:
+        k_BKSD, v_BKSE = (torch.cat([x, entries.to(x.dtype)], 2) for x in (k_BKSD, v_BKSE))
+        of_blocks = blocks_seen(s, entries.shape[2], block).expand(q_BHSD.shape[0], -1, -1)
+        of_blocks = of_blocks if keys is None else of_blocks & chosen_of(keys, entries.shape[2])
+        seen = torch.cat([seen.expand(len(of_blocks), -1, -1, -1), of_blocks[:, None]], 3)
+    elif keys is not None and block > 1:
+        seen = seen & keys_of_blocks(keys, s, t, block)[:, None]
+    elif keys is not None and keys.shape[2] < length:
+        seen = seen & chosen_of(keys, length)[:, None]
     if explicit:
         return _explicit(q_BHSD, k_BKSD, v_BKSE, seen, scale, softcap, sinks, bias)
     added = seen if bias is None else torch.where(seen, bias.to(q_BHSD.dtype), float("-inf"))

@@ -32,10 +32,10 @@ def pair(model_type: str, tmp_path: Path) -> tuple[PreTrainedModel, torch.nn.Mod
 
 
 # learned and computed tables of positions; positions that ids count; a scale by position; ALiBi; chosen keys; layers
-# that compute nothing without images; experts that hand on their input
+# that compute nothing without images; experts that hand on their input; keys of blocks of tokens
 TYPES = [
     *("bart", "mvp", "pegasus", "camembert", "roberta-prelayernorm", "llama4_text", "bloom", "mpt", "deepseek_v32"),
-    *("axk2", "dots3_note_text", "mllama", "longcat_flash"),
+    *("axk2", "dots3_note_text", "mllama", "longcat_flash", "deepseek_v4", "qwen4_exp_text"),
 ]
 
 

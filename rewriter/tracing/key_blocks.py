@@ -1,0 +1,307 @@
+"""Modules that attend to blocks of tokens, as operators of `rewriter.ir.key_blocks`.
+
+DeepSeek V4's compressors give attention a key for each block, and an indexer chooses among them; Qwen's block-sparse
+indexer chooses blocks whose tokens are seen. Each keeps half-finished blocks in a cache of its own kind and loops or
+branches over them. What is recorded in their place is written here, in the operators, and used where it gives the
+values of the module, of random weights: the operators themselves are a cache's too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from rewriter.ir import args_of, ops
+from rewriter.ir.key_blocks import blocks_touched
+from rewriter.ir.op_semantics import aten, function_of, kind_of
+
+_library = torch.library.Library("rewriter_trace", "FRAGMENT")
+_library.define("pool_blocks(Tensor x, Tensor? gate, Tensor? bias, str options) -> Tensor")
+_library.define("remember_blocks(Tensor x, str options) -> Tensor")
+_library.define("block_starts(Tensor x, str options) -> Tensor")
+_library.define("top_blocks(Tensor scores, str options) -> Tensor")
+# what queries see: of entries of blocks, and of the tokens of blocks that were chosen
+_library.define("entries_seen(Tensor entries, Tensor queries, Tensor? chosen, str options) -> Tensor")
+_library.define("tokens_seen(Tensor chosen, str options) -> Tensor")
+_traced = torch.ops.rewriter_trace
+
+
+@torch.library.register_fake("rewriter_trace::pool_blocks", lib=_library)
+def _pool_blocks(x: Tensor, gate: Tensor | None, bias: Tensor | None, options: str) -> Tensor:
+    given = json.loads(options)
+    width = x.shape[2] // 2 if given["overlap"] else x.shape[2]
+    return x.new_empty(x.shape[0], blocks_touched(x.shape[1], given["size"]), width)
+
+
+@torch.library.register_fake("rewriter_trace::remember_blocks", lib=_library)
+def _remember_blocks(x: Tensor, options: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("rewriter_trace::block_starts", lib=_library)
+def _block_starts(x: Tensor, options: str) -> Tensor:
+    count = blocks_touched(x.shape[1], json.loads(options)["size"])
+    return x.new_empty(x.shape[0], count, dtype=torch.int64)
+
+
+@torch.library.register_fake("rewriter_trace::top_blocks", lib=_library)
+def _top_blocks(scores: Tensor, options: str) -> Tensor:
+    return scores.new_empty(*scores.shape[:2], json.loads(options)["count"], dtype=torch.int64)
+
+
+@torch.library.register_fake("rewriter_trace::entries_seen", lib=_library)
+def _entries_seen(entries: Tensor, queries: Tensor, chosen: Tensor | None, options: str) -> Tensor:
+    return entries.new_empty(entries.shape[0], 1, queries.shape[1], entries.shape[1])
+
+
+@torch.library.register_fake("rewriter_trace::tokens_seen", lib=_library)
+def _tokens_seen(chosen: Tensor, options: str) -> Tensor:
+    return chosen.new_empty(chosen.shape[0], 1, chosen.shape[1], chosen.shape[1], dtype=torch.bool)
+
+
+class _Recording:
+    """The operators, recorded."""
+
+    def pool(self, x: Tensor, gate: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:
+        return _traced.pool_blocks(x, gate, bias, json.dumps({"overlap": False, **options}))
+
+    def remember(self, x: Tensor, size: int) -> Tensor:
+        return _traced.remember_blocks(x, json.dumps({"size": size}))
+
+    def starts(self, x: Tensor, size: int) -> Tensor:
+        return _traced.block_starts(x, json.dumps({"size": size}))
+
+    def top(self, scores: Tensor, count: int, size: int) -> Tensor:
+        return _traced.top_blocks(scores, json.dumps({"count": count, "block": size}))
+
+    def entries_seen(self, entries: Tensor, queries: Tensor, chosen: Tensor | None, size: int) -> Tensor:
+        return _traced.entries_seen(entries, queries, chosen, json.dumps({"block": size}))
+
+    def tokens_seen(self, chosen: Tensor, size: int) -> Tensor:
+        return _traced.tokens_seen(chosen, json.dumps({"block": size}))
+
+
+class _Computing(_Recording):
+    """The operators, computed by their specification."""
+
+    def pool(self, x: Tensor, gate: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:
+        return ops.pool_blocks(x, gate, bias, None, slot=0, **options)
+
+    def remember(self, x: Tensor, size: int) -> Tensor:
+        return x
+
+    def starts(self, x: Tensor, size: int) -> Tensor:
+        return ops.block_starts(x, None, size=size)
+
+    def top(self, scores: Tensor, count: int, size: int) -> Tensor:
+        return ops.top_keys(scores, None, mask=ops.MaskSpec("causal"), count=count, block=size)
+
+    def entries_seen(self, entries: Tensor, queries: Tensor, chosen: Tensor | None, size: int) -> Tensor:
+        places = torch.arange(queries.shape[1])
+        seen = ops.blocks_seen(places, entries.shape[1], size).expand(len(entries), -1, -1)
+        return (seen if chosen is None else seen & ops.chosen_of(chosen, entries.shape[1]))[:, None]
+
+    def tokens_seen(self, chosen: Tensor, size: int) -> Tensor:
+        places = torch.arange(chosen.shape[1])
+        return ops.keys_of_blocks(chosen, places, places, size)[:, None]
+
+
+# --- the modules, written in the operators ---------------------------------------------------------------------------
+
+
+def _entries(module: Any, x: Tensor, does: _Recording) -> Tensor:
+    """The keys [B, T, D] of blocks, of a compressor or of the indexer inside one (DeepSeek V4)."""
+    size, overlap = module.compress_rate, module.position_bias.shape[1] == 2 * module.head_dim
+    gated = (module.kv_proj(x), module.gate_proj(x), module.position_bias)
+    keys = module.kv_norm(does.pool(*gated, size=size, pooling="softmax", overlap=overlap))
+    cos, sin = module.rotary_emb(keys, position_ids=does.starts(x, size), layer_type=module.rope_layer_type)
+    return does.remember(_rotated_pairs(keys, cos, sin), size)
+
+
+def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The last channels of x, rotated by pairs in fp32; `cos` and `sin` have one channel for each pair."""
+    cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
+    still, turned = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :].float()
+    crossed = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
+    return torch.cat([still, (turned * cos + crossed * sin).to(x.dtype)], -1)
+
+
+def _compressor(
+    module: Any, x: Tensor, q_residual: Tensor, position_ids: Tensor, does: _Recording
+) -> tuple[Tensor, Tensor]:
+    """(keys [B, 1, T, D], what is added to scores of them [B, 1, S, T]): DeepSeek V4, sections 2.3.1 and 2.3.2."""
+    entries, size = _entries(module, x, does), module.compress_rate
+    chosen = None
+    if (indexer := getattr(module, "indexer", None)) is not None:
+        keys = _entries(indexer, x, does)
+        q = indexer.q_b_proj(q_residual).view(*x.shape[:2], -1, indexer.head_dim)
+        cos, sin = indexer.rotary_emb(x, position_ids=position_ids, layer_type=indexer.rope_layer_type)
+        q = _rotated_pairs(q, cos.unsqueeze(2), sin.unsqueeze(2))
+        chosen = does.top(indexer.scorer(q, keys, x), indexer.index_topk, size)
+    return entries.unsqueeze(1), does.entries_seen(entries, x, chosen, size)
+
+
+def _block_indexer(module: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], does: _Recording) -> Tensor:
+    """Which tokens are seen, [B, 1, S, T]: Qwen's block-sparse indexer."""
+    cos, sin = position_embeddings
+    heads, width, size = module.index_n_heads, module.index_head_dim, module.compress_ratio
+    q, k = module.index_qk_proj(x).split([heads * width, module.index_kv_heads * width], -1)
+    q = _rotated_halves(module.q_layernorm(q.unflatten(-1, (heads, width))), cos.unsqueeze(2), sin.unsqueeze(2))
+    keys = module.k_layernorm(does.pool(k, None, None, size=size, pooling="mean"))
+    begins = does.pool(torch.cat([cos, sin], -1).expand(x.shape[0], -1, -1), None, None, size=size, pooling="first")
+    keys = does.remember(_rotated_halves(keys, *begins.chunk(2, -1)), size)
+    scores = torch.relu(q.float() @ keys.float().transpose(1, 2).unsqueeze(1)).sum(2) / math.sqrt(width)
+    return does.tokens_seen(does.top(scores, module.block_topk, size), size)
+
+
+def _rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first channels of x, as many as `cos` has, rotated by halves."""
+    turned, still = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    a, b = turned.chunk(2, -1)
+    return torch.cat([turned * cos + torch.cat((-b, a), -1) * sin, still], -1)
+
+
+# --- which modules these are -----------------------------------------------------------------------------------------
+
+_COMPRESSOR = ("kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary_emb", "compress_rate", "head_dim")
+_CHOSEN = {"index_topk", "block_topk"}  # how many blocks are chosen; of the compared, fewer than there are
+_BLOCK_INDEXER = ("index_qk_proj", "q_layernorm", "k_layernorm", "compress_ratio", "block_topk", "index_kv_heads")
+
+
+def modules_of_blocks(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """By module, what records it in the operators; modules whose values differ from what is written here are left."""
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    same: dict[str, bool] = {}
+    for module in model.modules():
+        written = _written(module)
+        if written is not None and same.setdefault(repr((type(module), _sizes(module))), _agrees(module, written)):
+            found[module] = written(module, _Recording())
+    return found
+
+
+def _written(module: nn.Module) -> Callable[[Any, _Recording], Callable[..., Any]] | None:
+    """The forward of a module of this shape in the operators."""
+    if all(hasattr(module, name) for name in _COMPRESSOR):
+        if hasattr(module, "scorer"):
+            return None  # the indexer, which its compressor calls
+        return lambda of, does: lambda x, q, position_ids, *_: _compressor(of, x, q, position_ids, does)
+    if all(hasattr(module, name) for name in _BLOCK_INDEXER):
+        return lambda of, does: lambda x, position_embeddings, *_: _block_indexer(of, x, position_embeddings, does)
+    return None
+
+
+def _sizes(module: nn.Module) -> list[Any]:
+    numbers = [(n, v) for m in module.modules() for n, v in vars(m).items() if isinstance(v, (int, float, str))]
+    return [*numbers, *((n, tuple(t.shape)) for n, t in module.state_dict().items())]
+
+
+def _agrees(module: nn.Module, written: Callable[[Any, _Recording], Callable[..., Any]]) -> bool:
+    """True if `module` computes what is written, of random weights and rows of a few blocks and a part."""
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    try:
+        real = copy.deepcopy(module).to_empty(device="cpu").float()
+        for part in real.modules():
+            for name in _CHOSEN & vars(part).keys():
+                setattr(part, name, 2)
+        for tensor in (*real.parameters(), *real.buffers()):
+            tensor.data = torch.rand(tensor.shape, generator=draw) / math.sqrt(tensor.shape[-1])
+        with torch.no_grad(), torch.device("cpu"):
+            return all(_same(real, written(real, _Computing()), draw, parts) for parts in (0, 3))
+    except Exception:  # a model's own code, on values of ours
+        return False
+
+
+def _same(real: Any, own: Callable[..., Any], draw: torch.Generator, blocks: int) -> bool:
+    size = getattr(real, "compress_rate", None) or real.compress_ratio
+    tokens = blocks * size + size - 1
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=draw)  # scores that are 0 would be as good as each other
+
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    if hasattr(real, "compress_rate"):
+        x, places = drawn(2, tokens, real.kv_proj.in_features), torch.arange(tokens)[None]
+        q = drawn(2, tokens, real.indexer.q_b_proj.in_features if hasattr(real, "indexer") else 1)
+        keys, added = real(x, q, places, None, 0)
+        own_keys, seen = own(x, q, places)
+        if keys.shape[2] != blocks or not torch.allclose(own_keys[:, :, :blocks], keys, rtol=1e-4, atol=1e-5):
+            return False
+        return added is None or torch.equal(seen[..., :blocks], added.expand(2, -1, -1, -1) == 0)
+    x = drawn(2, tokens, real.index_qk_proj.in_features)
+    angles = torch.arange(tokens)[:, None] * torch.rand(real.index_head_dim // 2, generator=draw)
+    angles = torch.cat([angles, angles], -1).expand(2, -1, -1)
+    rotary = (angles.cos(), angles.sin())
+    return torch.equal(own(x, rotary) & causal, real(x, rotary, causal, None) & causal)
+
+
+# --- in the graph ----------------------------------------------------------------------------------------------------
+
+
+def conversions() -> dict[Any, tuple[Any, bool]]:
+    """By recorded operator, (the operator of the IR, whether it has a slot)."""
+    return {
+        _traced.pool_blocks.default: (ops.pool_blocks, True),
+        _traced.remember_blocks.default: (ops.remember_blocks, True),
+        _traced.block_starts.default: (ops.block_starts, False),
+        _traced.top_blocks.default: (ops.top_keys, False),
+    }
+
+
+def attend_to_blocks(attention: fx.Node) -> bool:
+    """Take what is seen of blocks out of the mask of an attention node, in place, into its options; True if there was
+    any.
+
+    Its mask is that of the tokens beside what is seen of entries, which are the last of its keys and values, or the
+    former where only tokens of chosen blocks are seen.
+    """
+    mask = attention.kwargs.get("bias")
+    if not isinstance(mask, fx.Node):
+        return False
+    q, keys, values, ctx = args_of(attention)[:4]
+    if _is_join(mask, 3) and (joined := _uncast(args_of(mask)[0][1])).target is _traced.entries_seen.default:
+        entries, _, chosen, options = args_of(joined)
+        if not all(_is_join(x, 2) and _unwrapped(args_of(x)[0][1]) is entries for x in (keys, values)):
+            return False
+        own = (args_of(x)[0][0] for x in (keys, values))
+        attention.args = (q, *own, ctx)
+        more = {"entries": args_of(keys)[0][1], "keys": chosen, "bias": args_of(mask)[0][0]}
+    elif function_of(mask) == "masked_fill" and (seen := _denied(args_of(mask)[1])) is not None:
+        chosen, options = args_of(seen)
+        more = {"keys": chosen, "bias": args_of(mask)[0]}
+    else:
+        return False
+    given = {**attention.kwargs, **more, **json.loads(options)}
+    attention.kwargs = {name: value for name, value in given.items() if value is not None}
+    return True
+
+
+def _is_join(node: Any, dim: int) -> bool:
+    joined = isinstance(node, fx.Node) and node.target in (aten.cat.default, aten.concat.default)
+    return joined and len(args_of(node)[0]) == 2 and args_of(node)[1] % args_of(node)[0][0].meta["val"].dim() == dim
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    while kind_of(node) == "cast":
+        node = args_of(node)[0]
+    return node
+
+
+def _unwrapped(node: fx.Node) -> fx.Node:
+    while node.target is aten.unsqueeze.default or kind_of(node) == "cast":
+        node = args_of(node)[0]
+    return node
+
+
+def _denied(node: Any) -> fx.Node | None:
+    """What is seen, of its negation."""
+    negations: Iterable[Any] = (aten.bitwise_not.default, aten.logical_not.default)
+    if not isinstance(node, fx.Node) or node.target not in negations:
+        return None
+    seen = args_of(node)[0]
+    return seen if seen.target is _traced.tokens_seen.default else None
