@@ -100,7 +100,8 @@ class Labels:
                 alike = common(common(labels, -1), -2)  # products of a batch of parameters, each of one unit's values
                 if varying_dims(alike) and labels.dim() == value_of(node).dim():
                     self.set(node, alike.expand(reduced_shape(value_of(node))))
-        elif node.target is ops.causal_conv:
+            self._beside(left, right, node)
+        elif node.target in (ops.causal_conv, ops.remember):
             if (labels := self.of.get(args_of(node)[0])) is not None:
                 self.set(node, labels)
         elif kind_of(node) == "normalization" and (source := args_of(node)[0]) in self.of:
@@ -129,7 +130,7 @@ class Labels:
                 # one element read as several units
                 source_labels[places[source_labels[places] != labels[inside]]] = -1
                 self.set(source, source_labels.reshape(shape))
-        elif kind_of(node) == "normalization":
+        elif kind_of(node) == "normalization" or node.target is ops.remember:
             self.set(args_of(node)[0], labels)
         elif node.target is ops.causal_conv:
             x, weight, bias = args_of(node)[:3]
@@ -142,12 +143,23 @@ class Labels:
             for source in tensor_inputs(node):  # what is added to the products has no dimension that is summed over
                 if source not in self.of:
                     self._set_stored(source, labels, summed.get(source))
+            left, right = factors_of(node)
+            self._beside(node, right, left)
         elif is_pointwise(node):
             for source in tensor_inputs(node):
                 self.set(source, shrink_to(labels, reduced_shape(value_of(source))))
         elif is_sum(node) and argument(node, "keepdim"):
             source = tensor_inputs(node)[0]
             self.set(source, labels.expand(reduced_shape(value_of(source))))
+
+    def _beside(self, known: fx.Node, right: fx.Node, other: fx.Node) -> None:
+        """Label the left factor of a product, or its result, as the other one: a matrix multiplies every head alike."""
+        labels, matrix = self.of.get(known), value_of(right)
+        if labels is None or labels.dim() < 3 or not isinstance(matrix, torch.Tensor) or matrix.dim() != 2:
+            return
+        heads = common(labels, -1)
+        if varying_dims(heads):
+            self.set(other, heads.expand(reduced_shape(value_of(other))))
 
     def _set_stored(self, source: fx.Node, labels: torch.Tensor, alike: int | None) -> None:
         """Label an input of a batch of products, if it is a batch of parameters or constants, alike along `alike`."""

@@ -5,7 +5,7 @@ contracts on many ranks; tests compare the two. `attention_mask` and `sequence_p
 mixers that carry a state.
 
 Shape suffixes: B batch, S query length, T key length, H query heads, K key/value heads, D head size of q and k, E head
-size of v, N tokens, X experts, I intermediate size.
+size of v, N tokens, X experts, I intermediate size, R distances.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ def attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    by_distance: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
     block: int = 1,
     entries: torch.Tensor | None = None,
+    key_bias: torch.Tensor | None = None,
+    kept: int | None = None,
     sequence: SequencePlan | None = None,
     stored: bool = False,
 ) -> torch.Tensor:
@@ -56,14 +59,16 @@ def attention(
 
     Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H]
     adds one logit per head that takes probability and returns nothing. `slopes` [H] (ALiBi, Press et al. 2022) adds
-    slope · (t − s) for a query at s and a key at t. `keys` [B, S, n] are places of the keys, as `top_keys` gives them,
-    besides which a query sees none; with a `block` above 1 they are places of blocks of so many tokens, and a
-    query sees those behind its last whole block too. `entries` [B, K, W, D] are keys, and values at once, of such
-    blocks, as `remember_blocks` gives them, which queries see besides the others; `keys` then choose among them. `ctx`
-    is ignored here: without a cache every
-    call sees all tokens from position 0. `slot` names the cache entry of this call; with `stored` that is an earlier
-    call's, which has stored k and v there. With `sequence`, q, k and v are those of a rank's tokens and keys of all
-    ranks are seen; here all tokens are given, and it changes nothing.
+    slope · (t − s) for a query at s and a key at t, `by_distance` [B, H, S, R] its element d for a key d = s − t
+    tokens before, and 0 for d outside 0…R-1. `keys` [B, S, n] are places of the keys, as `top_keys` gives them,
+    besides which a query sees none; with a `block` above 1 they are places of blocks of so many tokens, and a query
+    sees those behind its last whole block too. `entries` [B, K, W, D] are keys, and values at once, of such blocks, as
+    `remember_blocks` gives them, which queries see besides the others; `keys` then choose among them. `key_bias`
+    [B, K, T] is added to the scores of a key, by key/value head; with `kept`, a query sees those `kept` keys alone for
+    which it is largest, of those that it would see. `ctx` is ignored here: without a cache every call sees all tokens
+    from position 0. `slot` names the cache entry of this call; with `stored` that is an earlier call's, which has
+    stored k and v there. With `sequence`, q, k and v are those of a rank's tokens and keys of all ranks are seen; here
+    all tokens are given, and it changes nothing.
     """
     del ctx, slot, sequence, stored
     if entries is not None:
@@ -78,6 +83,8 @@ def attention(
     positions = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
     if slopes is not None:
         scores = scores + (slopes[:, None, None] * (positions - positions[:, None])).to(scores.dtype)
+    if by_distance is not None:
+        scores = scores + at_distance(by_distance, positions, positions)
     visible = mask.visible(positions, positions)
     if entries is not None:
         of_blocks = blocks_seen(positions, entries.shape[2], block).expand(q_BHSD.shape[0], -1, -1)
@@ -87,6 +94,9 @@ def attention(
     elif keys is not None:
         chosen = chosen_of(keys, len(positions)) if block == 1 else keys_of_blocks(keys, positions, positions, block)
         visible = visible & chosen[:, None]
+    if key_bias is not None:
+        scores = scores + key_bias.repeat_interleave(groups, 1)[:, :, None]
+        visible = (visible & largest(key_bias, visible, kept)).repeat_interleave(groups, 1)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
@@ -95,9 +105,28 @@ def attention(
     return weights[..., : k_BKTD.shape[2]] @ v_BHTE
 
 
+def at_distance(by_distance_BHSR: torch.Tensor, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, T]: for queries at s int64 [S] and keys at t int64 [T], the element of `by_distance` at s − t; 0 where
+    it has none."""
+    distance_ST = s[:, None] - t
+    inside = (distance_ST >= 0) & (distance_ST < by_distance_BHSR.shape[-1])
+    index = distance_ST.where(inside, 0).expand(*by_distance_BHSR.shape[:2], -1, -1)
+    return by_distance_BHSR.gather(-1, index).masked_fill(~inside, 0)
+
+
+def largest(key_bias_BKT: torch.Tensor, visible: torch.Tensor, kept: int | None) -> torch.Tensor:
+    """Boolean [B, K, S or 1, T]: the `kept` keys (None: all) with the largest biases among those `visible`, a boolean
+    [..., S, T] that broadcasts. Where a query sees fewer, some are keys that it does not see."""
+    bias_BK1T = key_bias_BKT[:, :, None]
+    if kept is None or kept >= key_bias_BKT.shape[-1]:
+        return torch.ones_like(bias_BK1T, dtype=torch.bool)
+    seen = bias_BK1T.where(visible, torch.finfo(bias_BK1T.dtype).min)
+    return torch.zeros_like(seen, dtype=torch.bool).scatter(-1, seen.topk(kept, dim=-1).indices, True)
+
+
 def remember(x_BSD: torch.Tensor, ctx: Any, *, slot: int | str) -> torch.Tensor:
     """`x` of all tokens so far, [B, T, D], which a cache keeps under `slot`: the keys of an indexer, which chooses what
-    attention sees (DeepSeek-V3.2). Without a cache that is `x` itself."""
+    attention sees (DeepSeek-V3.2), or what is added to the scores of a key (Doge). Without a cache `x` itself."""
     del ctx, slot
     return x_BSD
 

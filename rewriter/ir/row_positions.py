@@ -167,7 +167,7 @@ class _Graph:
         if node.target is aten.embedding.default and args_of(node)[1] is source:
             self.rows[node] = rows.of(self._again(node), rows.rank + 1)
         elif node.target in _RESHAPES and args_of(node)[0] is source:
-            self.rows[node] = self._reshaped(rows, list(args_of(node)[1]))
+            self.rows[node] = self._reshaped(node, rows)
         elif node.target is aten.unsqueeze.default:
             self.rows[node] = self._unsqueezed(rows, args_of(node)[1])
         elif node.target is aten.expand.default and args_of(node)[0] is source:
@@ -213,15 +213,24 @@ class _Graph:
         new = self.graph.call_function(aten.unsqueeze.default, (rows.node, dim + rows.leading))
         return rows.of(new, rows.rank + 1)
 
-    def _reshaped(self, rows: _Rows, sizes: Sequence[Any]) -> _Rows:
-        """Only dimensions of 1 are added, in front too, which become that of the rows; or such behind the tokens."""
-        count = self.graph.call_function(aten.sym_size.int, (rows.node, 0))
-        first = 0 if rows.leading and self._is_size(sizes[0], 1) else 1
-        one_for_all = first == 1 and (sizes[0] == 1 or self._is_size(sizes[0], 0))
-        if not (first == 0 or one_for_all) or not self._is_size(sizes[first], 1):
+    def _reshaped(self, node: fx.Node, rows: _Rows) -> _Rows:
+        """Only dimensions of 1 are added, in front too, of which the first becomes that of the rows; or such behind the
+        tokens."""
+        sizes = [*args_of(node)[1]]
+        tokens = (i for i, n in enumerate(sizes) if self._is_size(n, 1) or (n == -1 and self._has_length(node, i)))
+        place = next(tokens, len(sizes))
+        one_for_all = sizes[0] == 1 or self._is_size(sizes[0], 0)
+        in_front = one_for_all and all(size == 1 for size in sizes[1:place])
+        if place == len(sizes) or not (in_front if place else rows.leading):
             raise _NotUnderstood
-        new = self.graph.call_function(aten.reshape.default, (rows.node, [count, *sizes[first:]]))
-        return _Rows(new, len(sizes), leading=first == 0)
+        count = self.graph.call_function(aten.sym_size.int, (rows.node, 0))
+        new = self.graph.call_function(aten.reshape.default, (rows.node, [count, *sizes[min(place, 1) :]]))
+        return _Rows(new, len(sizes), leading=place == 0)
+
+    def _has_length(self, node: fx.Node, dim: int) -> bool:
+        """True if a dimension of a value is that of the tokens of a call."""
+        value = node.meta.get("val")
+        return value is not None and str(value.shape[dim]) in map(str, self.tokens[1:2])
 
     def _expanded(self, rows: _Rows, sizes: Sequence[Any]) -> _Rows:
         if rows.leading and len(sizes) == rows.rank + 1:  # one for all rows, which are there

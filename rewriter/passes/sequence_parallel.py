@@ -73,10 +73,12 @@ class SequenceParallel(Pass):
         if sequence_plan(program) is not None:
             raise RewriterError(f"{self.name}: the tokens are sharded already. Leave out the second of the two")
         for path, node in attentions(program):
-            if node.kwargs.get("bias") is not None or node.kwargs.get("slopes") is not None:
+            if any(node.kwargs.get(name) is not None for name in ("bias", "slopes", "by_distance")):
                 reason = "adds a bias per query and key to its scores (ALiBi or the like)"
             elif node.kwargs.get("keys") is not None:
                 reason = "sees keys that an indexer chooses among those of all tokens"
+            elif node.kwargs.get("key_bias") is not None:
+                reason = "adds a bias per key to its scores, of keys that other ranks hold"
             elif node.kwargs.get("softcap") is not None:
                 cap = node.kwargs["softcap"]
                 reason = f"caps its scores by {cap} · tanh, which kernels for parts of a sequence lack"

@@ -43,7 +43,8 @@ def attention_items(
         return [*cache, *_over_ranks(shape, plan, given.tokens, ranks[1])]
     tokens = before + q.shape[2]
     read = float(q.nbytes + k.nbytes + v.nbytes) * tokens / q.shape[2]
-    if options.get("bias") is None and mask.unbounded(tokens):
+    biases = _biases(shape, tokens, tokens, options)
+    if options.get("bias") is None and not biases and mask.unbounded(tokens):
         padded = [Kernel("queries", "glue", float(q.nbytes) * (1 + tokens / q.shape[2]))] if before else []
         kernels = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read, given)
         return _together([*cache, *padded, *kernels], given.fused)
@@ -51,13 +52,26 @@ def attention_items(
     every = float(tokens * tokens)
     masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
     kernels = _kernels(shape, every, tokens, tokens, options, read + every, given)
-    return [*_together([*cache, *kernels], given.fused), *masks]
+    return [*biases, *_together([*cache, *kernels], given.fused), *masks]
+
+
+def _biases(shape: AttentionShape, queries: int, keys: int, options: Mapping[str, Any]) -> list[Kernel]:
+    """Biases that are made of each query and key: what a key's distance adds is gathered and filled in with 0; the
+    largest of each key are chosen by key/value head and added to those that are seen."""
+    pairs = float(shape.batch * queries * keys)
+    if options.get("by_distance") is not None:
+        return [Kernel("bias", "glue", 2 * pairs * shape.q_heads * shape.dtype_bytes) for _ in range(2)]
+    if options.get("key_bias") is not None:
+        chosen = [Kernel("choice", "glue", 2 * pairs * shape.kv_heads * shape.dtype_bytes) for _ in range(3)]
+        return [*chosen, Kernel("bias", "glue", pairs * shape.q_heads * shape.dtype_bytes)]
+    return []
 
 
 def _fills(mask: MaskSpec, queries: int, options: Mapping[str, Any], given: ForwardPass) -> bool:
     """True for a part of a prompt that attends without a mask (`runtime.attention.cached`): as many queries as keys."""
     plan: SequencePlan | None = options.get("sequence")
-    plain = given.plain or options.get("softcap") is not None or options.get("sinks") is not None
+    others = ("softcap", "sinks", "by_distance", "key_bias")
+    plain = given.plain or any(options.get(name) is not None for name in others)
     over_ranks = plan is not None and plan.ranks > 1
     return (
         mask.causal and mask.unbounded(given.before + queries) and given.before <= queries and not (plain or over_ranks)
@@ -156,7 +170,7 @@ def _after_prompt(
         # with a mask, kernels are given keys and values of each query head (`runtime.attention.cached`)
         moved = float(shape.batch * keys * (shape.kv_heads + shape.q_heads) * size)
         cache = [*cache, *(Kernel("repeat", "glue", moved * dim) for dim in (shape.head_dim, shape.value_dim))]
-    items = _together([*cache, *masks, *kernels], given.fused)
+    items = [*_biases(shape, queries, keys, options), *_together([*cache, *masks, *kernels], given.fused)]
     if across > 1:
         rows = shape.batch * shape.q_heads * queries
         nbytes = rows * (shape.value_dim * size + shape.accumulation_bytes) * across

@@ -30,6 +30,7 @@ from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.mixer_functions import lifted_mixers
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
+from rewriter.tracing.score_biases import dynamic_masks, relative_logits
 from rewriter.tracing.shrink import text_config
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
@@ -143,12 +144,14 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], _Layers]:
     # an error of a model's own code on meta tensors is the model's limit, not a crash
     hint = ". Its forward does something that needs values or a call form this version does not know."
     of_blocks = modules_of_blocks(skeleton.model)
+    written = (*(find(skeleton.model) for find in (written_experts, written_mixers, relative_logits)), of_blocks)
     with (
         refused(f"{type(skeleton.model).__name__} cannot be traced", hint),
         rotary_by_length(skeleton.model, skeleton.buffers),
         lifted_interfaces(skeleton.model),
-        replaced_forward({**written_experts(skeleton.model), **written_mixers(skeleton.model), **of_blocks}),
+        replaced_forward({module: forward for each in written for module, forward in each.items()}),
         lifted_mixers(skeleton.model),
+        dynamic_masks(skeleton.model),
     ):
         tracer = ModelTracer(skeleton)
         around = tracer.surroundings()

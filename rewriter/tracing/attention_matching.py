@@ -2,7 +2,7 @@
 
 About 25 types of transformers compute their scores with their own matmuls. `attention_scores` reads the scores;
 here the values are found and heads are brought into the IR's layout. Attention that is not recognised stays as it is:
-plain glue, exact for full sequences.
+plain glue, exact for full sequences. What attention of the interface adds to its scores is read as well.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of, drop_dead_nodes, ops
 from rewriter.ir.labels import Labels, Unsplittable, reduced_shape
-from rewriter.ir.op_semantics import aten, function_of, kind_of
+from rewriter.ir.op_semantics import aten, function_of, is_movement, kind_of
 from rewriter.tracing.attention_scores import Scores, Term, UnknownScores, folds, is_matmul, is_same, is_view, shape_of
 from rewriter.tracing.functionalize import computed
 from rewriter.tracing.indexers import choose_keys
 from rewriter.tracing.key_blocks import attend_to_blocks
 from rewriter.tracing.masks import StaticGraph
+from rewriter.tracing.score_biases import is_key_mask, require_scaled
 
 _END = 1 << 62  # of a slice that has none
 
@@ -34,7 +36,10 @@ def recognise(graph: fx.Graph, static: StaticGraph, used: dict[str, torch.Tensor
     for node in list(graph.nodes):
         if node.target is ops.attention:
             of_blocks = attend_to_blocks(node)
+            _take_key_mask(node)
             _separate(node, static, used)
+            if "by_distance" in node.kwargs:
+                require_scaled(node.kwargs["by_distance"])
             if not of_blocks and "keys" in node.kwargs:
                 choose_keys(node, static)
         elif function_of(node) == "softmax":
@@ -44,6 +49,8 @@ def recognise(graph: fx.Graph, static: StaticGraph, used: dict[str, torch.Tensor
             except UnknownScores:
                 continue
     drop_dead_nodes(graph)
+    if any(map(is_key_mask, graph.nodes)):
+        raise RewriterError("a dynamic mask is no mask of attention. Its attention cannot be traced")
     if replaced:
         _fold_views(graph)
         drop_dead_nodes(graph)
@@ -73,6 +80,27 @@ def _separate(node: fx.Node, static: StaticGraph, used: dict[str, torch.Tensor |
     options: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "bias"} | {"mask": rule}
     with node.graph.inserting_before(node):
         node.kwargs = options | _bias(node.graph, scores, biases, int(node.meta["val"].shape[1]), used)
+
+
+def _take_key_mask(attention: fx.Node) -> None:
+    """Let attention read the bias of each key, which a cache keeps, and the mask that a dynamic mask was made of."""
+    given: Any = attention.kwargs.get("bias")
+    made = given
+    while isinstance(made, fx.Node) and is_movement(made):
+        made = args_of(made)[0]
+    if not isinstance(made, fx.Node) or not is_key_mask(made):
+        return
+    graph, (_, k, _, ctx), (key_bias, mask, kept) = attention.graph, args_of(attention)[:4], args_of(made)
+    heads, kv_heads = (int(n.meta["val"].shape[1]) for n in (attention, k))
+    repeated = _repeats(graph, given, heads)
+    if repeated * key_bias.meta["val"].shape[1] != heads or repeated * kv_heads != heads:
+        raise RewriterError(f"a dynamic mask is for other than the {kv_heads} key/value heads of its attention")
+    with graph.inserting_before(attention):
+        by_token = _transposed(graph, key_bias)
+        remembered = graph.call_function(ops.remember, (by_token, ctx), {"slot": 0})
+        remembered.meta["val"] = by_token.meta["val"]
+        all_of_it = computed(graph, aten.transpose.int, remembered, 1, 2)
+    attention.kwargs = {**attention.kwargs, "bias": mask, "key_bias": all_of_it, "kept": kept}
 
 
 # --- attention written out -----------------------------------------------------------------------------------------

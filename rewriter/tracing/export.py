@@ -40,6 +40,7 @@ from rewriter.tracing.mixer_forms import simplify, unfold_heads, unfolded
 from rewriter.tracing.mixer_functions import is_recurrent
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.per_head import join_pieces
+from rewriter.tracing.score_biases import gathers_by_distance
 from rewriter.tracing.shared_values import shared_in, written_values
 
 # what a body reads: by name, the value of a constant made in the forward itself, None for parameters and buffers
@@ -296,7 +297,7 @@ def is_called(module: nn.Module) -> bool:
     """True if a module inside a body is kept as a call: leaves, and small modules with tensors (norms)."""
     if as_leaf(module) is not None:
         return True
-    if is_experts(module) or is_recurrent(module):
+    if is_experts(module) or is_recurrent(module) or gathers_by_distance(module):
         return False
     owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     return owns and not any(True for _ in module.children())

@@ -176,8 +176,8 @@ class _Cleaner:
         return self._emit(node, target, (args[0], shape))
 
     def _attention(self, node: fx.Node, args: Any) -> fx.Node:
-        q, k, v, sinks, bias, keys, spec = args
-        given = {"sinks": sinks, "bias": bias, "keys": keys}
+        q, k, v, sinks, bias, by_distance, keys, spec = args
+        given = {"sinks": sinks, "bias": bias, "by_distance": by_distance, "keys": keys}
         extra = {key: value for key, value in given.items() if value is not None}
         keywords = {"slot": next(self.slot), "mask": ops.MaskSpec("bidirectional"), **json.loads(spec), **extra}
         out = self._emit(node, ops.attention, (q, k, v, self.ctx), keywords)

@@ -37,7 +37,8 @@ LIFTED = "rewriter_lifted"
 _library = torch.library.Library("rewriter_trace", "DEF")
 _library.define("call(Tensor[] inputs, str key) -> Tensor[]")
 _library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? bias, Tensor? keys, str spec) -> Tensor"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? bias, Tensor? by_distance, Tensor? keys, str spec) "
+    "-> Tensor"
 )
 
 _calls: ContextVar[dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]] = ContextVar("calls")
@@ -50,10 +51,8 @@ def _call(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
 
 
 @torch.library.register_fake("rewriter_trace::attention", lib=_library)
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, bias: Any, keys: Any, spec: str
-) -> torch.Tensor:
-    batch, heads, length, _ = q.shape
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+    batch, heads, length = q.shape[:3]
     return q.new_empty(batch, length, heads, v.shape[-1])
 
 
@@ -81,6 +80,7 @@ def lifted_attention(
     is_causal: bool | None = None,
     position_ids: Any = None,
     indices: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **unknown: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' AttentionInterface, recorded as one operator. Takes BHSD, returns BSHD.
@@ -95,7 +95,7 @@ def lifted_attention(
             "represent. Its attention cannot be traced."
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    plain = (softcap, s_aux, query.shape[1]) == (None, None, key.shape[1])
+    plain = (softcap, s_aux, position_bias, query.shape[1]) == (None, None, None, key.shape[1])
     if plain and attention_mask is None and not getattr(module, "is_causal", True):
         # Over something else than tokens (the blocks before a layer), for which nothing is kept from step to step: a
         # product, which no one shall take for attention to tokens.
@@ -106,9 +106,11 @@ def lifted_attention(
             f"{type(module).__name__} hands its attention function {type(attention_mask).__name__} instead of the mask "
             "that transformers' mask functions made. Its attention cannot be traced."
         )
+    if position_bias is not None and str(position_bias.shape[-1]) == str(key.shape[2]):  # one per query and key
+        attention_mask, position_bias = attention_mask.expand_as(position_bias) + position_bias, None
     spec = {"scale": float(scale), "softcap": softcap}
-    out = torch.ops.rewriter_trace.attention(query, key, value, s_aux, attention_mask, indices, json.dumps(spec))
-    return out, None
+    inputs = (query, key, value, s_aux, attention_mask, position_bias, indices)
+    return torch.ops.rewriter_trace.attention(*inputs, json.dumps(spec)), None
 
 
 # keywords that flow through every layer's **kwargs and never change what attention computes

@@ -40,6 +40,8 @@ OTHERS = (
     "recurrent_gemma",
     "minimax",
     "zamba",
+    "inkling_text",
+    "doge",  # no mixer, but keeps a bias of every key
 )
 
 

@@ -245,11 +245,12 @@ def cache_slots(child: Module, shared: bool = False) -> list[str]:
         if node.target is ops.attention:
             k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
             heads = marks(node).local_kv_heads or reduced_shape(k)[1]
-            cached = None if "keys" in node.kwargs else node.kwargs["mask"].cached  # places count from the first token
+            placed = {"keys", "key_bias"} & node.kwargs.keys()  # their places count from the first token
+            cached = None if placed else node.kwargs["mask"].cached
             window = f", window={cached}" if cached is not None and not shared else ""
             slots.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
         elif node.target is ops.remember:
-            slots.append(f"SlotSpec(1, {reduced_shape(value_of(node))[-1]}, 0)")
+            slots.append(f"SlotSpec(1, {marks(node).local_channels or reduced_shape(value_of(node))[-1]}, 0)")
         elif node.target is ops.remember_blocks:
             slots.append(f"SlotSpec(1, {reduced_shape(value_of(node))[-1]}, 0, tokens={node.kwargs['size']})")
         elif node.target in ops.STATEFUL:

@@ -155,11 +155,16 @@ def _label_attention(state: PlacementState) -> None:
         _set_heads(state, node, by_head)
         if isinstance(sinks := node.kwargs.get("sinks"), fx.Node):
             state.labels.set(sinks, by_head)
+        if isinstance(by_distance := node.kwargs.get("by_distance"), fx.Node):
+            _set_heads(state, by_distance, by_head)
         # one key/value head per query head is the same unit: fused projections interleave them
         first_kv = first if kv_heads == groups else state.units.key_value_heads(groups, kv_heads)
         if first_kv is not None:
+            by_kv_head = torch.arange(first_kv, first_kv + kv_heads)
             for operand in (k, v):
-                _set_heads(state, operand, torch.arange(first_kv, first_kv + kv_heads))
+                _set_heads(state, operand, by_kv_head)
+            if isinstance(key_bias := node.kwargs.get("key_bias"), fx.Node):
+                state.labels.set(key_bias, by_kv_head[None, :, None])
 
 
 def _groups_of_heads(state: PlacementState, attention: fx.Node, heads: int) -> int:

@@ -74,7 +74,8 @@ def _place_projection(state: PlacementState, node: fx.Node, exits: Collection[fx
         state.partial.add(node)
     elif node in state.sharded:
         if source in state.sharded:
-            raise Unsplittable(f"{path} is both an entry and an exit")
+            _take_own_of(state, node, _sum_inside(state, node, module))
+            return
         state.replace(path, column_parallel(module, state.sharded[node][1], state.shared(node)))
         state.copy_to_group(node, source)
     elif source in state.sharded:
@@ -83,13 +84,52 @@ def _place_projection(state: PlacementState, node: fx.Node, exits: Collection[fx
         raise Unsplittable(f"{path} reads a sum that is not complete")
 
 
-def _sum_inside(state: PlacementState, node: fx.Node, module: Leaf) -> None:
+def _sum_inside(state: PlacementState, node: fx.Node, module: Leaf) -> fx.Node:
     """A projection of split values that is needed whole inside: split by inputs, with an all-reduce behind it."""
     source = args_of(node)[0]
-    if state.sharded[source][0] != value_of(source).dim() - 1:
+    dim, ranges = state.sharded[source]
+    if dim != value_of(source).dim() - 1:
         raise Unsplittable(f"{node.target} reads values that are split along another dimension")
-    state.replace(str(node.target), row_parallel(module, state.sharded[source][1]))
-    put_after(node, ops.all_reduce, AXIS).meta["val"] = value_of(node)
+    if state.shared(source):  # of what several ranks hold, each takes a part
+        size = int(value_of(source).shape[dim])
+        own = equal_runs(size, state.ranks)
+        parts = tuple(_inside(part, held) for part, held in zip(own, ranges, strict=True))
+        if size % state.ranks or None in parts:
+            raise Unsplittable(f"{node.target} reads heads that several ranks hold, in another order than theirs")
+        with state.graph.inserting_before(node):
+            part = state.graph.call_function(ops.own_ranges, (source, AXIS, dim, parts))
+        part.meta["val"] = value_of(source).narrow(dim, 0, held(own))
+        state.local.add(part)
+        node.replace_input_with(source, part)
+        ranges = own
+    state.replace(str(node.target), row_parallel(module, ranges))
+    total = put_after(node, ops.all_reduce, AXIS)
+    total.meta["val"] = value_of(node)
+    return total
+
+
+def _inside(part: Ranges, held: Ranges) -> Ranges | None:
+    """The place of one run among what a rank holds of a dimension; None where it does not hold all of it."""
+    (begin, end), before = part[0], 0
+    for first, last in held:
+        if first <= begin and end <= last:
+            return ((before + begin - first, before + end - first),)
+        before += last - first
+    return None
+
+
+def _take_own_of(state: PlacementState, node: fx.Node, total: fx.Node) -> None:
+    """Of the whole result of a projection inside, a rank goes on with the part that is of its heads."""
+    dim, ranges = split = state.sharded.pop(node)
+    if dim != value_of(node).dim() - 1:
+        raise Unsplittable(f"{node.target} makes values that are split along another dimension")
+    state.local.discard(node)
+    own = put_after(total, ops.own_ranges, AXIS, dim, ranges)
+    own.meta["val"] = value_of(node).narrow(dim, 0, held(ranges))
+    state.labels.of[own] = state.labels.of[node]
+    state.sharded[own] = split
+    state.local.add(own)
+    state.copy_to_group(own, total)
 
 
 def _beside_heads(state: PlacementState, node: fx.Node) -> bool:
@@ -149,7 +189,7 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
     inputs = tensor_inputs(node)
     if node.target is aten.sym_size.int and isinstance(value_of(node), torch.SymInt):
         return  # of tokens, which are all there
-    if node.target in ops.RECURRENT:
+    if node.target in (*ops.RECURRENT, ops.remember):
         place_mixer(state, node)
     elif node.target is ops.experts:
         _place_experts(state, node)
@@ -261,6 +301,9 @@ def place_product(state: PlacementState, node: fx.Node, product: Product, exits:
     name, source, sharded = str(product.weight.target), product.source, state.sharded
     if name not in state.body.parameters or source in state.partial:
         raise Unsplittable(f"{name_of(node)} with {name} reads a sum that is not complete, or a constant")
+    if node in sharded and sharded[node] == sharded.get(source) and sharded[node][0] < value_of(node).dim() - 1:
+        state.copy_to_group(node, product.weight)  # one matrix for every head
+        return
     for value in (node, source):
         if value in sharded and sharded[value][0] != value_of(value).dim() - 1:
             raise Unsplittable(f"{name_of(node)} with {name} is computed over split heads or channels")

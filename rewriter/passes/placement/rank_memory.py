@@ -65,7 +65,8 @@ def _remembered(program: Program, tokens: int) -> int:
     inside = (node for module in program.modules.values() for _, node in nodes_inside(module))
     kept = [n for n in inside if n.target in (ops.remember, ops.remember_blocks)]
     sizes: list[Any] = [n.kwargs.get("size", 1) for n in kept]
-    return sum(reduced_shape(value_of(n))[-1] * -(-tokens // size) for n, size in zip(kept, sizes, strict=True))
+    widths = [marks(n).local_channels or reduced_shape(value_of(n))[-1] for n in kept]
+    return sum(width * -(-tokens // size) for width, size in zip(widths, sizes, strict=True))
 
 
 def cache_elements(program: Program, tokens: int) -> int:

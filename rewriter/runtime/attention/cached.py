@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir.key_blocks import blocks_seen, chosen_of, keys_of_blocks
-from rewriter.ir.ops import MaskSpec
+from rewriter.ir.ops import MaskSpec, at_distance, largest
 from rewriter.kernels import accumulation_dtype, decode_attention
 from rewriter.runtime.attention.local import in_autocast_dtype
 from rewriter.runtime.attention.sequence_op import decode_attention as decode_over_ranks
@@ -37,9 +37,12 @@ def attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     slopes: Tensor | None = None,
+    by_distance: Tensor | None = None,
     keys: Tensor | None = None,
     block: int = 1,
     entries: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    kept: int | None = None,
     stored: bool = False,
 ) -> Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` and `ctx` show; returns o [B, H, S, E] in q's dtype.
@@ -48,24 +51,22 @@ def attention(
     are stored under `slot` (with `stored`, an earlier layer has done so) and the earlier ones are seen too. `softcap`
     c replaces scores by c · tanh(scores / c); `sinks` [H] adds a logit per head that takes probability and returns
     nothing; `bias` broadcasts to [B, H, S, T], T the keys in view; `slopes` [H] adds slope · (t − s) for a query at s
-    and a key at t; of `keys` int64 [B, S, n], as `top_keys` gives them, a query sees no others; with a `block`
-    above 1 they are blocks of so many tokens. `entries` [B, K, W, D] are keys and values of such blocks, as
-    `remember_blocks` gives them, which are seen too; `keys` are among them then. Padding (the first
-    `ctx.first_valid` positions of a row) is
-    never seen, except by itself, so that no row is empty and none gives NaN. A token sees those of its own segment,
-    where `ctx.segment_ids` has any.
+    and a key at t, `by_distance` [B, H, S, R] its element s − t where it has one; of `keys` int64 [B, S, n], as
+    `top_keys` gives them, a query sees no others; with a `block` above 1 they are blocks of so many tokens. `entries`
+    [B, K, W, D] are keys and values of such blocks, as `remember_blocks` gives them, which are seen too; `keys` are
+    among them then. `key_bias` [B, K, T] is added to the scores of a key in view; with `kept`, a query sees those
+    `kept` keys alone for which it is largest. Padding (the first `ctx.first_valid` positions of a row) is never seen,
+    except by itself, so that no row is empty and none gives NaN. A token sees those of its own segment, where
+    `ctx.segment_ids` has any.
 
     With `ctx.shards` the S tokens are those that this rank holds, with a SequenceCache after a prompt they are the new
     ones on every rank, and keys of all ranks are seen. Raises RewriterError for a bias that does not fit the keys in
-    view, and for a bias, slopes, chosen keys or softcap where other ranks hold keys.
+    view, and for biases, chosen keys or softcap where other ranks hold keys.
     """
     if ctx.shards is not None or isinstance(ctx.cache, SequenceCache):
-        given: dict[str, Any] = {"softcap": softcap, "position bias": bias if slopes is None else slopes}
-        given |= {
-            "choice of keys": keys,
-            "key for blocks of tokens": entries,
-            "layer whose keys it reads": stored or None,
-        }
+        given: dict[str, Any] = {"softcap": softcap, "choice of keys": keys, "bias of its keys": key_bias}
+        given["position bias"] = next((b for b in (bias, slopes, by_distance) if b is not None), None)
+        given |= {"key for blocks of tokens": entries, "layer whose keys it reads": stored or None}
         if what := next((name for name, value in given.items() if value is not None), None):
             raise RewriterError(
                 f"attention: slot {slot!r} has a {what}, but attention over tokens of several ranks has none. Rewrite "
@@ -75,7 +76,8 @@ def attention(
     positions: Tensor | None = None
     if ctx.cache is not None:
         follows = ctx.position is not None and q_BHSD.shape[2] == 1
-        if follows and bias is None and slopes is None and keys is None and entries is None and without_masks(q_BHSD):
+        options = (bias, slopes, by_distance, keys, entries, key_bias)
+        if follows and without_masks(q_BHSD) and all(option is None for option in options):
             return _one_token(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, softcap, sinks, stored)
         put = ctx.cache.appended if stored else ctx.cache.append
         k_BKSD, v_BKSE, positions = put(slot, k_BKSD, v_BKSE, ctx.position)
@@ -88,8 +90,8 @@ def attention(
     explicit = softcap is not None or sinks is not None
     chooses = keys is not None or entries is not None
     everything = positions is None and ctx.first_valid is None and ctx.segment_ids is None and not chooses
-    if slopes is not None:
-        bias = _by_distance(slopes, ctx, positions, queries)
+    if any(each is not None for each in (slopes, by_distance, key_bias)):
+        bias = _sum(bias, slopes, by_distance, key_bias, q_BHSD, places(ctx, positions, queries, q_BHSD.device))
     if everything and not explicit and bias is None:
         causal = mask.causal if queries > 1 else False  # a bool where the number is symbolic
         if not causal or mask.unbounded(queries):
@@ -112,6 +114,9 @@ def attention(
         seen = seen & keys_of_blocks(keys, s, t, block)[:, None]
     elif keys is not None and keys.shape[2] < length:
         seen = seen & chosen_of(keys, length)[:, None]
+    if key_bias is not None and kept is not None and kept < length:
+        chosen = largest(key_bias, seen, kept)
+        seen = seen & chosen.repeat_interleave(q_BHSD.shape[1] // key_bias.shape[1], 1)
     if explicit:
         return _explicit(q_BHSD, k_BKSD, v_BKSE, seen, scale, softcap, sinks, bias)
     added = seen if bias is None else torch.where(seen, bias.to(q_BHSD.dtype), float("-inf"))
@@ -211,10 +216,24 @@ def places(ctx: Context, positions: Tensor | None, queries: int, device: torch.d
     return s, s if positions is None else positions
 
 
-def _by_distance(slopes_H: Tensor, ctx: Context, positions: Tensor | None, queries: int) -> Tensor:
-    """slope · (t − s), fp32 [1, H, S, T]. Padding and segments shift both alike."""
-    s, t = places(ctx, positions, queries, slopes_H.device)
-    return (slopes_H[:, None, None] * (t - s[:, None]))[None]
+def _sum(
+    bias: Tensor | None,
+    slopes_H: Tensor | None,
+    by_distance_BHSR: Tensor | None,
+    key_bias_BKT: Tensor | None,
+    q_BHSD: Tensor,
+    where: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The biases that are there in one, [B or 1, H, S or 1, T]; `where` are the `places` of queries and keys, which
+    padding and segments shift both alike."""
+    (s, t), biases = where, [] if bias is None else [bias]
+    if slopes_H is not None:
+        biases.append((slopes_H[:, None, None] * (t - s[:, None]))[None])
+    if by_distance_BHSR is not None:
+        biases.append(at_distance(by_distance_BHSR, s, t))
+    if key_bias_BKT is not None:
+        biases.append(key_bias_BKT.repeat_interleave(q_BHSD.shape[1] // key_bias_BKT.shape[1], 1)[:, :, None])
+    return sum(biases[1:], biases[0])
 
 
 def visible(mask: MaskSpec, ctx: Context, s: Tensor, t: Tensor) -> Tensor:

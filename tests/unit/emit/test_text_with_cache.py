@@ -31,16 +31,16 @@ def pair(model_type: str, tmp_path: Path) -> tuple[PreTrainedModel, torch.nn.Mod
     return source, load(tmp_path / "out", device="cpu", dtype=torch.float32)
 
 
-# learned and computed tables of positions; positions that ids count; a scale by position; ALiBi; chosen keys; layers
-# that compute nothing without images; experts that hand on their input; keys of blocks of tokens
+# learned and computed tables of positions; positions that ids count; a scale by position; ALiBi; chosen keys; biases
+# by distance and by key; layers that compute nothing without images; experts that hand on their input; keys of blocks
 TYPES = [
     *("bart", "mvp", "pegasus", "camembert", "roberta-prelayernorm", "llama4_text", "bloom", "mpt", "deepseek_v32"),
-    *("axk2", "dots3_note_text", "mllama", "longcat_flash", "deepseek_v4", "qwen4_exp_text"),
+    *("axk2", "dots3_note_text", "inkling_text", "doge", "mllama", "longcat_flash", "deepseek_v4", "qwen4_exp_text"),
 ]
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.fast("bart", "camembert", "mpt")
+@pytest.mark.fast("bart", "camembert", "mpt", "doge")
 @torch.no_grad()
 def test_text_is_that_of_the_models_own_forward(model_type: str, pair: tuple[PreTrainedModel, torch.nn.Module]) -> None:
     source, module = pair
@@ -60,7 +60,7 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("model_type", ["bart", "bloom", "deepseek_v32"])
+@pytest.mark.parametrize("model_type", ["bart", "bloom", "deepseek_v32", "inkling_text", "doge"])
 @pytest.mark.fast("bart")
 @torch.no_grad()
 def test_what_is_given_another_place_shows(model_type: str, pair: tuple[PreTrainedModel, torch.nn.Module]) -> None:
@@ -121,3 +121,37 @@ def test_slopes_in_a_cache_are_those_of_the_specification(dtype: torch.dtype) ->
             limit = 1e-5 if dtype == torch.float32 else 0.03
             torch.testing.assert_close(attention(*part, ctx, **options).float(), wanted, atol=limit, rtol=limit)
             begin += count
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_biases_in_a_cache_are_those_of_the_specification(dtype: torch.dtype, padding: int) -> None:
+    """By distance and by key, with a choice of keys: of 20 tokens in calls of 7, 1 and 12, behind padding or not."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 6)
+    by_distance, key_bias = torch.randn(2, 4, 20, 5), torch.rand(2, 20, 2).exp()
+    for mask in (MaskSpec("causal"), MaskSpec("window", 9)):
+        for name, given in (("by_distance", by_distance), ("key_bias", key_bias)):
+            choice = {"kept": 4} if name == "key_bias" else {}
+            as_given = given.transpose(1, 2) if choice else given
+            options = {"mask": mask, "scale": 0.3, **choice}
+            expected = ops.attention(q, k, v, None, slot=1, **options, **{name: as_given})
+            without = ops.attention(q, k, v, None, slot=1, mask=mask, scale=0.3)
+            assert not torch.allclose(expected, without, atol=0.01)
+            slots = [SlotSpec(1, 2, 0), SlotSpec(2, 8, 6, window=None if choice else mask.cached)]
+            cache, first, begin = StaticCache(slots, 2, 24, dtype), torch.full((2,), padding), -padding
+            for count in (7 + padding, 1, 12):
+                end = begin + count
+                place = begin + padding
+                ctx = Context(cache, torch.tensor(place) if place else None, first_valid=first if padding else None)
+                rows = torch.arange(begin, end).clamp(min=0)  # padding holds anything
+                part = [x[:, :, rows].to(dtype) for x in (q, k, v)]
+                new = given[:, rows].to(dtype) if choice else given[:, :, rows].to(dtype)
+                seen = remember(new, ctx, slot=0).transpose(1, 2) if choice else new
+                actual = attention(*part, ctx, slot=1, **options, **{name: seen})
+                limit = 1e-5 if dtype == torch.float32 else 0.05
+                own = slice(max(0, -begin), None)
+                wanted = expected[:, :, max(0, begin) : end]
+                torch.testing.assert_close(actual[:, :, own].float(), wanted, atol=limit, rtol=limit)
+                begin = end

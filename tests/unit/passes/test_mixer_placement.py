@@ -17,6 +17,7 @@ from rewriter.check.coverage.configs import small_config
 from rewriter.check.random_model import build_model, randomize
 from rewriter.common.errors import RewriterError
 from rewriter.emit.module import emit_runtime_module
+from rewriter.emit.module.layers import cache_slots
 from rewriter.ir import Program, nodes_inside, ops
 from rewriter.ir.simulate import simulate
 from rewriter.ir.states import state_of
@@ -88,17 +89,32 @@ def exchanged(program: Program, parameter: str) -> Program:
         ("lfm2_moe", "model.layers.0.conv.in_proj.weight"),
         ("minimax", "model.layers.1.self_attn.slope_rate"),
         ("zamba", "model.layers.2.mamba_decoder.mamba.x_proj_weight"),
+        ("inkling_text", "model.layers.0.self_attn.r_proj.weight"),
+        ("doge", "model.layers.0.self_attn.dt_proj.weight"),
+        ("doge", "model.layers.0.self_attn.A"),
     ],
 )
 @pytest.mark.fast(
     "nemotron_h-model.layers.0.mixer.in_proj.weight",
     "nemotron_h-model.layers.0.mixer.conv1d.weight",
     "lfm2_moe-model.layers.0.conv.in_proj.weight",
+    "doge-model.layers.0.self_attn.dt_proj.weight",
 )
 def test_an_exchanged_part_of_a_parameter_shows(name: str, parameter: str) -> None:
     sharded = tensor_parallel(hybrids.traced(name), 2)
     assert error(sharded, name) <= 1e-4
     assert error(exchanged(sharded, parameter), name) >= 1e-3
+
+
+def test_of_heads_that_ranks_hold_together_each_sums_a_part() -> None:
+    """Doge's biases of keys are projected from all values: two key/value heads, on four ranks."""
+    sharded = tensor_parallel(hybrids.traced("doge"), 4)
+    assert not sharded.history[-1].notes
+    assert error(sharded, "doge") <= 1e-4
+    name, width = "model.layers.0.self_attn.dt_proj.weight", hybrids.traced("doge").source.config["hidden_size"] // 8
+    assert cuts(sharded, name) == tuple(((rank * width, (rank + 1) * width),) for rank in range(4))
+    slots = cache_slots(sharded.modules["model.layers.0.self_attn"])
+    assert slots == ["SlotSpec(1, 1, 0)", "SlotSpec(1, 16, 16)"]  # the bias of a rank's head, and its keys and values
 
 
 def test_states_are_a_rank_s_own() -> None:
