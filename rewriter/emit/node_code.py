@@ -13,7 +13,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.python_source import attribute, literal
 from rewriter.ir import args_of, ops
 from rewriter.ir.marks import marks
-from rewriter.ir.op_semantics import starts_sum
+from rewriter.ir.op_semantics import named_arguments, starts_sum
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ _METHODS = {target: target.overloadpacket.__name__ for target in (
     aten.type_as.default, aten.cos.default, aten.sin.default, aten.sigmoid.default, aten.tanh.default,
     aten.exp.default, aten.sqrt.default, aten.rsqrt.default, aten.abs.default, aten.flatten.using_ints,
     aten.clamp.default, aten.masked_fill.Scalar, aten.gather.default, aten.scatter.src, aten.index_select.default,
-    aten.select.int, aten.repeat.default,
+    aten.select.int, aten.repeat.default, aten.clamp_min.default,
 )} | {aten._unsafe_view.default: "view"}  # fmt: skip
 # methods whose one list argument is spread: x.view(a, b)
 _SPREAD = ("view", "reshape", "permute", "expand")
@@ -43,6 +43,7 @@ _FUNCTIONS: dict[Any, str] = {
     aten.linear.default: "F.linear", aten.bmm.default: "torch.bmm",
     aten.view_as_complex.default: "torch.view_as_complex", aten.view_as_real.default: "torch.view_as_real",
     aten.softplus.default: "F.softplus", aten.layer_norm.default: "F.layer_norm", aten.polar.default: "torch.polar",
+    aten.reciprocal.default: "torch.reciprocal",
     aten.ones_like.default: "torch.ones_like", aten.full_like.default: "torch.full_like",
 }  # fmt: skip
 
@@ -177,6 +178,23 @@ def _dims(method: str) -> Callable[[NodePrinter, fx.Node], str]:
     return show
 
 
+def _convolution(p: NodePrinter, node: fx.Node) -> str:
+    usual = {"stride": [1], "padding": [0], "dilation": [1], "groups": 1}
+    given = named_arguments(node.target, node.args, node.kwargs)
+    rest = {name: given[name] for name, value in usual.items() if _plain(given[name]) != value}
+    return f"F.conv1d({p.arguments((given['input'], given['weight'], given['bias']), rest)})"
+
+
+def _plain(x: Any) -> Any:
+    return list(x) if isinstance(x, (list, tuple)) else x
+
+
+def _vector_norm(p: NodePrinter, node: fx.Node) -> str:
+    given = named_arguments(node.target, node.args, node.kwargs)
+    rest = {name: given[name] for name in ("ord", "dim", "keepdim", "dtype") if given[name] not in (None, False)}
+    return f"torch.linalg.vector_norm({p.arguments((given['self'],), rest)})"
+
+
 def _slot(node: fx.Node) -> str:
     """The cache entry of a call, by its number among those of its body."""
     return f"slot=self.slot + {ordinal}" if (ordinal := node.kwargs["slot"]) else "slot=self.slot"
@@ -255,6 +273,8 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     aten.embedding.default: lambda p, n: (
         f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])}{_padding(n, 2)})"
     ),
+    aten.conv1d.default: _convolution,
+    aten.linalg_vector_norm.default: _vector_norm,
     ops.attention: _attention,
     **dict.fromkeys(ops.CACHED - {ops.attention}, _recurrence),
     ops.block_starts: lambda p, n: f"block_starts({p.arguments(n.args, {})}, size={n.kwargs['size']})",

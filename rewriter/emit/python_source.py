@@ -124,7 +124,11 @@ def _bracketed(pad: str, opening: str, items: Sequence[str], closing: str) -> li
     inner = f"{pad}    {', '.join(items)}"
     if len(inner) <= LINE_LENGTH:
         return [f"{pad}{opening}", inner, f"{pad}{closing}"]
-    return [f"{pad}{opening}", *(part for item in items for part in _broken(f"{pad}    {item},")), f"{pad}{closing}"]
+    return [
+        f"{pad}{opening}",
+        *(part for item in items for part in _broken(f"{pad}    {item.removesuffix(',')},")),
+        f"{pad}{closing}",
+    ]
 
 
 def _outer_call(line: str) -> tuple[str, list[str], str]:
@@ -137,7 +141,10 @@ def _outer_call(line: str) -> tuple[str, list[str], str]:
             arguments.append(line[begin:i].strip())
             begin = i + 1
         if depth == 0:
-            return line[:start], [a for a in arguments if a], line[i:]
+            items = [a for a in arguments if a]
+            if len(items) == 1 < len(arguments):  # the comma that makes a tuple
+                items[0] += ","
+            return line[:start], items, line[i:]
     return line, [], ""
 
 

@@ -196,8 +196,8 @@ _COMPUTED = {
     "sum": "total", "max": "largest", "amax": "largest", "pow": "power", "linear": "projected", "matmul": "product",
     "bmm": "product", "experts": "expert_output", "embedding": "embedded", "vocab_embedding": "embedded",
     "causal_conv": "convolved", "delta_rule": "mixed", "state_space": "mixed", "selective_scan": "mixed",
-    "linear_scan": "mixed", "top_keys": "chosen", "pool_blocks": "pooled",
-    "remember_blocks": "entries", "block_starts": "starts",
+    "linear_scan": "mixed", "top_keys": "chosen", "pool_blocks": "pooled", "remember_blocks": "entries",
+    "block_starts": "starts", "conv1d": "convolved", "preceded": "with_earlier",
     **{name: name for name in ("cos", "sin", "exp", "sqrt", "rsqrt", "mean", "softmax", "sigmoid", "cumsum")},
 }  # fmt: skip
 _SEVERAL = {"topk": ("top_values", "top_indices"), "sort": ("sorted_values", "order"), "max": ("largest", "place")}

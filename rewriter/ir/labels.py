@@ -15,7 +15,16 @@ import torch
 from torch import fx
 
 from rewriter.ir import args_of, ops
-from rewriter.ir.op_semantics import argument, aten, data_of, factors_of, is_movement, is_pointwise, is_sum, kind_of
+from rewriter.ir.op_semantics import (
+    argument,
+    aten,
+    data_of,
+    dims_of,
+    factors_of,
+    is_movement,
+    is_pointwise,
+    kind_of,
+)
 
 # what pairs of real and imaginary parts do to labels, which are whole numbers
 _ON_LABELS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -50,10 +59,14 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 class Labels:
-    """Unit labels of the nodes of one graph; `set` merges and raises Unsplittable on a contradiction."""
+    """Unit labels of the nodes of one graph; `set` merges and raises Unsplittable on a contradiction.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    `uneven` says of labels that ranks would hold different numbers of elements with them: a value that is joined of
+    such pieces does not label them.
+    """
+
+    def __init__(self, graph: fx.Graph, uneven: Callable[[torch.Tensor], bool] = lambda labels: False) -> None:
+        self.graph, self.uneven = graph, uneven
         self.of: dict[fx.Node, torch.Tensor] = {}
         self.changed = False
 
@@ -85,9 +98,9 @@ class Labels:
             for source in tensor_inputs(node):
                 if source in self.of:
                     self.set(node, self.of[source].expand(shape))
-        elif is_sum(node) and argument(node, "keepdim"):
+        elif is_reduction_in_place(node):
             if (labels := self.of.get(tensor_inputs(node)[0])) is not None:
-                for dim in argument(node, "dim"):
+                for dim in dims_of(node):
                     labels = common(labels, dim)
                 self.set(node, labels)
         elif kind_of(node) == "product":
@@ -101,9 +114,12 @@ class Labels:
                 if varying_dims(alike) and labels.dim() == value_of(node).dim():
                     self.set(node, alike.expand(reduced_shape(value_of(node))))
             self._beside(left, right, node)
-        elif node.target in (ops.causal_conv, ops.remember):
+        elif node.target in (ops.causal_conv, ops.preceded, ops.remember):
             if (labels := self.of.get(args_of(node)[0])) is not None:
                 self.set(node, labels)
+        elif node.target is aten.conv1d.default:
+            if (labels := self.of.get(args_of(node)[0])) is not None:
+                self.set(node, by_group(labels, argument(node, "groups"), reduced_shape(value_of(node))[1]))
         elif kind_of(node) == "normalization" and (source := args_of(node)[0]) in self.of:
             labels = self.of[source]
             if max(varying_dims(labels), default=-1) < labels.dim() - len(args_of(node)[1]):
@@ -118,18 +134,10 @@ class Labels:
             source = self._sources(node)[0]
             self.set(source, labels.unsqueeze(-1).expand(reduced_shape(value_of(source))))
         elif is_movement(node):
-            for source in self._sources(node):
-                shape = reduced_shape(value_of(source))
-                count = int(torch.tensor(shape).prod())
-                index = torch.arange(count).reshape(shape)
-                moved = self._move(node, {source: index}.get)
-                source_labels = torch.full((count,), -1)
-                inside = (moved >= 0) & (labels >= 0)
-                places = moved[inside]
-                source_labels[places] = labels[inside]
-                # one element read as several units
-                source_labels[places[source_labels[places] != labels[inside]]] = -1
-                self.set(source, source_labels.reshape(shape))
+            found = {source: self.of_source(node, source, labels) for source in self._sources(node)}
+            if kind_of(node) != "join" or not any(map(self.uneven, found.values())):
+                for source, source_labels in found.items():
+                    self.set(source, source_labels)
         elif kind_of(node) == "normalization" or node.target is ops.remember:
             self.set(args_of(node)[0], labels)
         elif node.target is ops.causal_conv:
@@ -137,6 +145,14 @@ class Labels:
             self.set(x, labels)
             self.set(weight, labels.reshape(-1, 1).expand(reduced_shape(value_of(weight))))
             if bias is not None:
+                self.set(bias, labels.reshape(-1))
+        elif node.target is ops.preceded:
+            self.set(args_of(node)[0], labels)
+        elif node.target is aten.conv1d.default:
+            x, weight = args_of(node)[:2]
+            self.set(x, by_group(labels, argument(node, "groups"), reduced_shape(value_of(x))[1]))
+            self.set(weight, labels.reshape(-1, 1, 1).expand(reduced_shape(value_of(weight))))
+            if (bias := argument(node, "bias")) is not None:
                 self.set(bias, labels.reshape(-1))
         elif kind_of(node) == "product" and labels.dim() > 2:
             summed = dict(zip(factors_of(node), (-1, -2), strict=True))
@@ -148,7 +164,7 @@ class Labels:
         elif is_pointwise(node):
             for source in tensor_inputs(node):
                 self.set(source, shrink_to(labels, reduced_shape(value_of(source))))
-        elif is_sum(node) and argument(node, "keepdim"):
+        elif is_reduction_in_place(node):
             source = tensor_inputs(node)[0]
             self.set(source, labels.expand(reduced_shape(value_of(source))))
 
@@ -160,6 +176,20 @@ class Labels:
         heads = common(labels, -1)
         if varying_dims(heads):
             self.set(other, heads.expand(reduced_shape(value_of(other))))
+
+    def of_source(self, node: fx.Node, source: fx.Node, labels: torch.Tensor) -> torch.Tensor:
+        """Labels of one of the values that a movement operator moves, from those of its result."""
+        shape = reduced_shape(value_of(source))
+        count = int(torch.tensor(shape).prod())
+        index = torch.arange(count).reshape(shape)
+        moved = self._move(node, {source: index}.get)
+        source_labels = torch.full((count,), -1)
+        inside = (moved >= 0) & (labels >= 0)
+        places = moved[inside]
+        source_labels[places] = labels[inside]
+        # one element read as several units
+        source_labels[places[source_labels[places] != labels[inside]]] = -1
+        return source_labels.reshape(shape)
 
     def _set_stored(self, source: fx.Node, labels: torch.Tensor, alike: int | None) -> None:
         """Label an input of a batch of products, if it is a batch of parameters or constants, alike along `alike`."""
@@ -211,6 +241,19 @@ class Labels:
                 self.forward(node)
             for node in reversed(nodes):
                 self.backward(node)
+
+
+def is_reduction_in_place(node: fx.Node) -> bool:
+    """True if a node is a sum, mean, norm or the like whose result has the dimensions of its input."""
+    return (
+        kind_of(node) == "reduction" and is_tensor(node) and bool(dims_of(node)) and argument(node, "keepdim") is True
+    )
+
+
+def by_group(labels: torch.Tensor, groups: int, channels: int) -> torch.Tensor:
+    """Labels of `channels` channels on one side of a convolution, [1, C, 1], from those on the other: those that all
+    channels of a group have in common."""
+    return common(labels.reshape(groups, -1), 1).expand(groups, channels // groups).reshape(1, channels, 1)
 
 
 def _stored(node: fx.Node) -> bool:

@@ -162,7 +162,7 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("one_hot"), [aten.one_hot.default]),
     (Operator("scatter"), [aten.scatter.src, aten.scatter.value]),
     # --- the rest
-    (Operator("pad"), [aten.constant_pad_nd.default]),
+    (Operator("pad"), [aten.constant_pad_nd.default, aten.pad.default]),
     (Operator("creation", sizes=0, fill=0.0), [aten.zeros.default]),
     (Operator("creation", sizes=0, fill=1.0), [aten.ones.default]),
     (Operator("creation", sizes=0, fill_at=1), [aten.full.default]),

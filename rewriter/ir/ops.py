@@ -27,6 +27,7 @@ from rewriter.ir.key_blocks import remember_blocks as remember_blocks
 from rewriter.ir.recurrences import causal_conv as causal_conv
 from rewriter.ir.recurrences import delta_rule as delta_rule
 from rewriter.ir.recurrences import linear_scan as linear_scan
+from rewriter.ir.recurrences import preceded as preceded
 from rewriter.ir.recurrences import selective_scan as selective_scan
 from rewriter.ir.recurrences import state_space as state_space
 from rewriter.ir.sequence_plan import SequenceKind as SequenceKind
@@ -301,6 +302,6 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str, padding_
 
 COLLECTIVES = frozenset({all_reduce, all_reduce_start, all_gather})
 # what carries a state from token to token, and what keeps anything between calls: each has a `slot`
-RECURRENT = frozenset({causal_conv, delta_rule, state_space, selective_scan, linear_scan})
+RECURRENT = frozenset({causal_conv, preceded, delta_rule, state_space, selective_scan, linear_scan})
 STATEFUL = RECURRENT | {pool_blocks}
 CACHED = STATEFUL | {attention, remember, remember_blocks}

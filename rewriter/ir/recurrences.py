@@ -1,7 +1,8 @@
 """Mixers that carry a state from token to token: the plain recurrences, token by token, as specification.
 
 All begin from a state of zeros and see full sequences; `ctx` and `slot` are ignored, as in `ops.attention`. They
-compute in fp32 (fp64 of fp64) and return x's, or v's, dtype; the convolution computes in its weight's.
+compute in fp32 (fp64 of fp64) and return x's, or v's, dtype; the convolution computes in its weight's, and `preceded`
+only moves values.
 
 Shape suffixes: B batch, S tokens, C channels, K taps of a kernel, H heads, G key heads or groups, D size of a key head,
 E of a value head, P of a head, N of a channel's state. Head h reads key head, or group, h // (H / G).
@@ -38,6 +39,16 @@ def causal_conv(
     x = F.pad(x_BCS.to(weight_CK.dtype), (taps - 1, 0))
     y = F.conv1d(x, weight_CK[:, None], bias_C, groups=weight_CK.shape[0])
     return (y if activation is None else ACTIVATIONS[activation](y)).to(x_BCS.dtype)
+
+
+def preceded(x_BCS: torch.Tensor, ctx: Any, *, slot: int | str, count: int) -> torch.Tensor:
+    """`x` behind the last `count` values of earlier tokens, [B, C, count + S]: here behind zeros.
+
+    What a model computes of it over windows of count + 1 tokens (convolutions without padding, pieces that leave out
+    tokens at one end) is of each token and those before it, however a sequence is given in parts.
+    """
+    del ctx, slot
+    return F.pad(x_BCS, (count, 0))
 
 
 def delta_rule(

@@ -22,6 +22,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, ops
 from rewriter.ir.live_model import Host, load_host, opaque_modules
 from rewriter.ir.marks import marks
+from rewriter.ir.op_semantics import data_of, kind_of
 from rewriter.ir.phases import REWIRED, has_both_phases, prompt_phase
 from rewriter.ir.sequence_plan import join_tokens, take_tokens
 from rewriter.kernels import dequantize_rows, parse_format, quantize_rows, slice_length
@@ -343,7 +344,11 @@ class Simulator:
                 return getattr(args[0], str(target))(*args[1:], **kwargs)
             return target(*args, **kwargs)  # type: ignore[operator]
 
-        return self._each(apply, [env[n] for n in nodes])
+        # what lends a dtype alone may be a parameter of which ranks hold parts
+        lent = kind_of(node) == "cast"
+        return self._each(
+            apply, [RankValues((env[n][0],)) if lent and n not in data_of(node) else env[n] for n in nodes]
+        )
 
     def _agreed(self, node: fx.Node, value: RankValues) -> RankValues:
         """Rank 0's of values that differ at most at rewired tokens, whose values are not read."""

@@ -28,11 +28,16 @@ def state_of(node: fx.Node) -> State:
     sizes = [reduced_shape(value_of(n)) if isinstance(n, fx.Node) and is_tensor(n) else () for n in args_of(node)]
     if node.target is ops.pool_blocks:
         size: Any = node.kwargs["size"]
-        before = 2 * size - 1 if node.kwargs.get("overlap") else size - 1
-        return State((before, sizes[0][2] * (2 if sizes[1] else 1)), fp32=False)
-    count, *rest = _SHAPES[node.target](sizes)
+        tokens = 2 * size - 1 if node.kwargs.get("overlap") else size - 1
+        return State((tokens, sizes[0][2] * (2 if sizes[1] else 1)), fp32=False)
+    if node.target is ops.preceded:
+        before: Any = node.kwargs["count"]
+        count, *rest = sizes[0][1], int(before)
+    else:
+        count, *rest = _SHAPES[node.target](sizes)
     local = marks(node).local_channels
-    return State((count if local is None else local, *rest), fp32=node.target is not ops.causal_conv)
+    fp32 = node.target not in (ops.causal_conv, ops.preceded)
+    return State((count if local is None else local, *rest), fp32)
 
 
 # by operator, the shape of its whole state from those of its arguments

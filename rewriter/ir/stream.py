@@ -177,7 +177,8 @@ def is_summed(module: Module, width: int) -> bool:
     """
     if isinstance(module, Opaque):
         return any(len(s) > 2 or (len(s) == 2 and 2 * min(s) >= width) for s in module.parameters.values())
-    recurs = any(n.target in ops.RECURRENT and n.target is not ops.causal_conv for _, n in nodes_inside(module))
+    few = (ops.causal_conv, ops.preceded)
+    recurs = any(n.target in ops.RECURRENT and n.target not in few for _, n in nodes_inside(module))
     return attends(module) or recurs or has_experts(module) or _is_wide(module, width)
 
 

@@ -26,7 +26,7 @@ def recurrence_items(node: fx.Node, tensors: Sequence[Tensor], out: Tensor, give
     held = batch * math.prod(state.shape) * (4 if state.fp32 else out.element_size())
     nbytes = float(sum(t.nbytes for t in tensors) + out.nbytes)
     name: str = getattr(node.target, "__name__", "recurrence")
-    tokens = out.shape[2] if node.target in _CHANNELS_FIRST else out.shape[1]
+    tokens = tensors[0].shape[2 if node.target in _CHANNELS_FIRST else 1]
     if given.is_decode and tokens == 1:
         return [Kernel(name, "glue", nbytes + 2.0 * held)]
     chunks = -(-tokens // CHUNK)
@@ -42,7 +42,7 @@ def recurrence_items(node: fx.Node, tensors: Sequence[Tensor], out: Tensor, give
     ]
 
 
-_CHANNELS_FIRST = frozenset({ops.causal_conv, ops.selective_scan})
+_CHANNELS_FIRST = frozenset({ops.causal_conv, ops.preceded, ops.selective_scan})
 
 
 def _products(sizes: Sequence[tuple[int, int, int]], batches: int) -> list[tuple[tuple[int, int, int], float, float]]:

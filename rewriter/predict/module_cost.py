@@ -140,6 +140,8 @@ class ModuleRun:
         if target in ops.RECURRENT:
             tensors = [t for t in args if isinstance(t, torch.Tensor)]
             out = torch.empty_like(tensors[2] if target is ops.delta_rule else tensors[0])
+            if target is ops.preceded:
+                out = target(out, None, **kwargs)
             return self._record(name, tensors, (out,), items=recurrence_items(node, tensors, out, self.given))
         if target is ops.own_ranges:
             return args[0].narrow(args[2], 0, sum(end - begin for begin, end in args[3][0]))

@@ -30,7 +30,7 @@ from rewriter.runtime.context import Context, gather_tokens, last_tokens, shard_
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generation.generate import generate
 from rewriter.runtime.loading import load
-from rewriter.runtime.mixers.convolution import causal_conv
+from rewriter.runtime.mixers.convolution import causal_conv, preceded
 from rewriter.runtime.mixers.delta_rule import delta_rule
 from rewriter.runtime.mixers.scans import linear_scan, selective_scan
 from rewriter.runtime.mixers.state_space import state_space
@@ -101,6 +101,7 @@ __all__ = [
     "own_ranges",
     "own_shard",
     "pool_blocks",
+    "preceded",
     "quantized_all_reduce",
     "quantized_all_reduce_start",
     "record_events",

@@ -58,7 +58,7 @@ def recognise(graph: fx.Graph, static: StaticGraph, used: dict[str, torch.Tensor
         node.kwargs = {**node.kwargs, "slot": slot}
 
 
-def _context(graph: fx.Graph) -> fx.Node:
+def context_of(graph: fx.Graph) -> fx.Node:
     """The placeholder of the context, after the others."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     if placeholders and placeholders[-1].target == "ctx":
@@ -132,7 +132,7 @@ def _replace(softmax: fx.Node, static: StaticGraph, used: dict[str, torch.Tensor
         if scores.softcap is not None:
             options["softcap"] = scores.softcap
         options |= _bias(graph, scores, biases, heads, used)
-        out = graph.call_function(ops.attention, (q, k, v, _context(graph)), options)
+        out = graph.call_function(ops.attention, (q, k, v, context_of(graph)), options)
         batch, length = q.meta["val"].shape[0], q.meta["val"].shape[2]
         out.meta["val"] = q.meta["val"].new_empty(batch, heads, length, v.meta["val"].shape[-1])
         result = out

@@ -24,6 +24,7 @@ from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes, ops
 from rewriter.ir.op_semantics import aten
 from rewriter.ir.residual import is_add
 from rewriter.tracing.attention_matching import recognise
+from rewriter.tracing.earlier_tokens import name_earlier_tokens
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean
 from rewriter.tracing.interception import (
@@ -157,6 +158,9 @@ class BodyTracer:
             return Leaf("Dropout", {"p": module.p}, {})
         called = {name: m for name, m in module.named_modules() if name and is_called(m)}
         calls = record_calls(lambda: module(*recorded.args, **recorded.kwargs), called)
+        several = {base_name(name) for name, call in calls.items() if is_of_several(called[base_name(name)], call)}
+        called = {name: m for name, m in called.items() if name not in several}
+        calls = {name: call for name, call in calls.items() if base_name(name) not in several}
         children = {
             name: self.trace(f"{path}.{base_name(name)}", called[base_name(name)], call) for name, call in calls.items()
         }
@@ -166,6 +170,7 @@ class BodyTracer:
                 exported = export_graph(FlatSignature(module, rebuild), tensors, self.example, self.dimensions)
                 graph, used = clean(functional(exported), prefix="inner.")
             simplify(graph)
+            name_earlier_tokens(graph, children)
             for name, heads in unfold_heads(graph).items():
                 call = unfolded(calls[name], heads, self.example.batch, self.example.length)
                 children[name] = self.trace(f"{path}.{base_name(name)}", called[base_name(name)], call)
@@ -299,5 +304,15 @@ def is_called(module: nn.Module) -> bool:
         return True
     if is_experts(module) or is_recurrent(module) or gathers_by_distance(module):
         return False
+    if type(module) is nn.Conv1d and module.padding == (0,):
+        return False
     owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     return owns and not any(True for _ in module.children())
+
+
+def is_of_several(module: nn.Module, call: Recorded) -> bool:
+    """True if a module with parameters gives back several values as it took them, one by one (a norm of queries and
+    keys): its caller computes it, since ranks may split each of them in another way."""
+    given = [x.shape for x in tensors_of(call)[0]]
+    made = [x.shape for x in tree_leaves(call.output) if isinstance(x, torch.Tensor)]
+    return len(given) > 1 and given == made and any(True for _ in module.parameters())

@@ -42,6 +42,7 @@ OTHERS = (
     "zamba",
     "inkling_text",
     "doge",  # no mixer, but keeps a bias of every key
+    "zaya",
 )
 
 

@@ -322,8 +322,8 @@ _RUNTIME_NAMES = (
     "SequencePlan", "Shared", "SlotSpec", "StateSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce",
     "all_reduce_start", "all_reduce_wait", "attention", "block_starts", "causal_conv", "copy_to_group", "delta_rule",
     "experts", "fork", "gather_tokens", "last_tokens", "linear_scan", "own_ranges", "own_shard", "pool_blocks",
-    "remember", "remember_blocks", "repeat_shard", "selective_scan", "shard_tokens", "shared_gradient", "state_space",
-    "store_keys", "top_keys", "vocab_embedding",
+    "preceded", "remember", "remember_blocks", "repeat_shard", "selective_scan", "shard_tokens", "shared_gradient",
+    "state_space", "store_keys", "top_keys", "vocab_embedding",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from rewriter.ir import args_of, ops
 from rewriter.ir.labels import Unsplittable, reduced_shape, tensor_inputs, value_of
 from rewriter.ir.marks import mark
+from rewriter.ir.op_semantics import argument, aten
 from rewriter.passes.placement.placement_state import PlacementState, name_of
 from rewriter.passes.placement.projections import held
 
@@ -32,6 +33,29 @@ def place_mixer(state: PlacementState, node: fx.Node) -> None:
         mark(node, local_channels=held(state.sharded[node][1]))
     elif any(n in state.sharded for n in inputs):
         raise Unsplittable(f"{name_of(node)} mixes split heads or channels")
+
+
+def place_convolution(state: PlacementState, node: fx.Node) -> None:
+    """A convolution whose weights are the body's own: each rank has the outputs of its own groups, or, where there is
+    one, its own outputs of all inputs."""
+    x, inputs = args_of(node)[0], tensor_inputs(node)
+    if any(n in state.partial for n in inputs):
+        raise Unsplittable(f"{name_of(node)} reads a sum that is not complete")
+    if not state.sharded.keys() & {node, *inputs}:
+        return
+    groups = argument(node, "groups")
+    labels = state.labels.of.get(x, torch.tensor([-1])).reshape(-1)
+    along = [state.sharded[n][0] == dim for n, dim in ((x, 1), (node, 1), (args_of(node)[1], 0)) if n in state.sharded]
+    alike = x not in state.sharded or (labels.reshape(groups, -1) == labels.reshape(groups, -1)[:, :1]).all()
+    if node.target is not aten.conv1d.default or node not in state.sharded or not all(along) or not alike:
+        raise Unsplittable(f"{name_of(node)} mixes split heads or channels")
+    if groups == 1:
+        state.copy_to_group(node, x)
+    elif x in state.sharded:
+        local = groups * held(state.sharded[node][1]) // reduced_shape(value_of(node))[1]
+        node.args = (*args_of(node)[:6], local)
+    else:
+        raise Unsplittable(f"{name_of(node)} has groups of heads or channels that each rank has all of")
 
 
 def _delta_rule(state: PlacementState, node: fx.Node) -> None:

@@ -149,6 +149,8 @@ def _label_attention(state: PlacementState) -> None:
         q, k, v = args_of(node)[:3]
         heads, kv_heads = reduced_shape(value_of(q))[1], reduced_shape(value_of(k))[1]
         groups = _groups_of_heads(state, node, heads)
+        if groups == heads and kv_heads != heads and kv_heads % state.ranks == 0:
+            groups = kv_heads  # query heads are where their key/value head is: both may meet outside of attention
         first = state.units.channels(groups, "query heads")
         by_head = torch.arange(first, first + groups).repeat_interleave(heads // groups)
         _set_heads(state, q, by_head)

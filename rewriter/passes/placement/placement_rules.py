@@ -15,7 +15,15 @@ import torch
 from torch import fx
 
 from rewriter.ir import Body, Leaf, args_of, ops, placeholders, put_after
-from rewriter.ir.labels import Unsplittable, is_tensor, reduced_shape, tensor_inputs, value_of, varying_dim
+from rewriter.ir.labels import (
+    Unsplittable,
+    is_reduction_in_place,
+    is_tensor,
+    reduced_shape,
+    tensor_inputs,
+    value_of,
+    varying_dim,
+)
 from rewriter.ir.marks import mark
 from rewriter.ir.op_semantics import (
     argument,
@@ -29,7 +37,7 @@ from rewriter.ir.op_semantics import (
     operator_of,
     slice_bounds,
 )
-from rewriter.passes.placement.mixers import place_mixer
+from rewriter.passes.placement.mixers import place_convolution, place_mixer
 from rewriter.passes.placement.placement_state import PlacementState, Split, alike_inputs, name_of, reads_values
 from rewriter.passes.placement.projections import Product, Shard, column_parallel, held, is_projection, row_parallel
 from rewriter.passes.placement.units import AXIS, Ranges, Units, equal_runs
@@ -197,21 +205,25 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
         _place_linear(state, node, inputs)
     elif node.target is ops.attention:
         _place_attention(state, node, inputs)
-    elif node.target is aten.stack.default and node in state.sharded and not state.sharded.keys() & set(inputs):
+    elif kind_of(node) in ("stack", "join") and node in state.sharded and not state.sharded.keys() & set(inputs):
         _take_own(state, node)
     elif is_movement(node):
         if node in state.sharded:  # a value of every rank beside a rank's own ones, or repeated for its heads
             if node.target in _UNSIZED and not state.sharded.keys() & set(inputs):
                 raise Unsplittable(f"{name_of(node)} repeats heads or channels that each rank has all of")
+            _require_even_pieces(state, node, inputs)
             state.copy_to_group(node, *(n for n in inputs if n not in state.sharded and is_tensor(n)))
         localize(node, state.sharded)
+    elif kind_of(node) == "convolution":
+        place_convolution(state, node)
     elif is_sum(node):
         reduce_over_ranks(node, state.sharded, state.ranks, state.copies(node))
     elif any(n in state.sharded or n in state.local for n in inputs):
         if kind_of(node) == "product":
             _place_batch(state, node, inputs)
             return
-        beside = kind_of(node) == "normalization" and node in state.sharded  # along dimensions that are whole
+        along = kind_of(node) == "normalization" or is_reduction_in_place(node)
+        beside = along and node in state.sharded  # along dimensions that are whole
         if not is_pointwise(node) and not beside and node not in state.local:
             raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
         state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
@@ -264,8 +276,16 @@ def _split_bias(state: PlacementState, node: fx.Node) -> None:
         node.kwargs = {**node.kwargs, name: own}
 
 
+def _require_even_pieces(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
+    """Raises Unsplittable for a value joined of split ones and of one that is whole, of which ranks need parts."""
+    whole = [n for n in inputs if n not in state.sharded] if kind_of(node) == "join" else []
+    if any((state.labels.of_source(node, n, state.labels.of[node]) >= 0).any() for n in whole):
+        raise Unsplittable(f"{name_of(node)} joins split heads or channels and some that do not come out even")
+
+
 def _take_own(state: PlacementState, node: fx.Node) -> None:
-    """Stacks of whole values of which a rank needs its own part: parameters of single heads."""
+    """Stacks or joins of whole values of which a rank needs its own part: parameters of single heads, and pieces that
+    do not come out even one by one."""
     dim, ranges = split = state.sharded.pop(node)
     state.local.discard(node)
     whole, size = node, int(value_of(node).shape[dim])
@@ -274,7 +294,9 @@ def _take_own(state: PlacementState, node: fx.Node) -> None:
         whole.meta["val"] = value_of(node).repeat_interleave(state.ranks // size, dim)
     held_alike = tuple(((rank * size // state.ranks, rank * size // state.ranks + 1),) for rank in range(state.ranks))
     if ranges != (equal_runs(size, state.ranks) if whole is node else held_alike):
-        raise Unsplittable(f"{size} heads with parameters of their own are not in equal runs on {state.ranks} ranks")
+        raise Unsplittable(
+            f"{size} heads or channels that each rank has all of are not in equal runs on {state.ranks} ranks"
+        )
     own = put_after(whole, ops.own_shard, AXIS, dim)
     own.meta["val"] = value_of(whole).narrow(dim, 0, max(1, size // state.ranks))
     state.sharded[own] = split

@@ -39,7 +39,7 @@ class PlacementState:
     def __init__(self, body: Body, units: Units) -> None:
         self.body, self.units, self.ranks = body, units, units.ranks
         self.graph, _ = copy_graph(body.graph)
-        self.labels = Labels(self.graph)
+        self.labels = Labels(self.graph, units.uneven)
         self.modules: dict[str, Module] = dict(body.modules)
         self.shards: dict[str, Shard] = {}
         self.sharded: dict[fx.Node, Split] = {}

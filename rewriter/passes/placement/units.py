@@ -91,6 +91,11 @@ class Units:
             raise Unsplittable(f"the ranks would hold {sorted(sizes)} elements")
         return tuple(result)
 
+    def uneven(self, labels: torch.Tensor) -> bool:
+        """True if ranks would hold different numbers of the elements that have these labels."""
+        places = Counter(labels.flatten().tolist())
+        return len({sum(places[unit] for unit in held) for held in self.held}) > 1
+
     def owners(self, labels: torch.Tensor) -> torch.Tensor:
         """The rank that holds each element, by its label; -1 where it is the same for all."""
         owner, asked = torch.full((self.count + 1,), -1), set(labels.flatten().tolist())

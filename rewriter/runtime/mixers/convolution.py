@@ -1,4 +1,4 @@
-"""Causal convolution of each channel, whose state is the last K − 1 inputs."""
+"""Mixers whose state is their last few inputs: a causal convolution of each channel, and tokens behind earlier ones."""
 
 from __future__ import annotations
 
@@ -19,17 +19,31 @@ def causal_conv(
 
     Padding counts as 0, as does what was before the first token. State: [B, C, K − 1], in the cache's dtype.
     """
-    before_BCL = state_before(ctx, slot, "causal_conv")
-    x = without_padding(x_BCS, ctx, 2)
-    taps = weight_CK.shape[1]
-    whole = F.pad(x, (taps - 1, 0)) if before_BCL is None else torch.cat([before_BCL.to(x.dtype), x], 2)
-    last, whole = whole[:, :, x.shape[2] :], whole.to(weight_CK.dtype)
-    if x.shape[2] == 1:
+    whole = _behind_earlier(x_BCS, ctx, slot, weight_CK.shape[1] - 1, "causal_conv")
+    last, whole = whole[:, :, x_BCS.shape[2] :], whole.to(weight_CK.dtype)
+    if x_BCS.shape[2] == 1:
         y = _one_token(whole, weight_CK, bias_C)
     else:
         y = F.conv1d(whole, weight_CK[:, None], bias_C, groups=weight_CK.shape[0])
     state_after(ctx, slot, last, y)
     return (y if activation is None else ACTIVATIONS[activation](y)).to(x_BCS.dtype)
+
+
+def preceded(x_BCS: Tensor, ctx: Context, *, slot: int, count: int) -> Tensor:
+    """`x` behind the last `count` values of earlier tokens, [B, C, count + S].
+
+    Padding counts as 0, as does what was before the first token. State: [B, C, count], in the cache's dtype.
+    """
+    whole = _behind_earlier(x_BCS, ctx, slot, count, "preceded")
+    state_after(ctx, slot, whole[:, :, x_BCS.shape[2] :], whole)
+    return whole
+
+
+def _behind_earlier(x_BCS: Tensor, ctx: Context, slot: int, count: int, name: str) -> Tensor:
+    """[B, C, count + S], with zeros at padding."""
+    before_BCL = state_before(ctx, slot, name)
+    x = without_padding(x_BCS, ctx, 2)
+    return F.pad(x, (count, 0)) if before_BCL is None else torch.cat([before_BCL.to(x.dtype), x], 2)
 
 
 def _one_token(x_BCK: Tensor, weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ def error_of(program: Program, model: PreTrainedModel) -> float:
     return relative_error(simulate(program, ids, weights=hybrids.weights_of(model)), expected)
 
 
-@pytest.mark.parametrize("name", [*hybrids.TYPES, "minimax", "recurrent_gemma", "zamba"])
+@pytest.mark.parametrize("name", [*hybrids.TYPES, "minimax", "recurrent_gemma", "zamba", "zaya"])
 @pytest.mark.fast("nemotron_h", "falcon_h1")
 def test_ranks_share_nearly_all_parameters_of_layers(name: str) -> None:
     sharded = tensor_parallel(hybrids.traced(name), 2)
@@ -92,6 +92,8 @@ def exchanged(program: Program, parameter: str) -> Program:
         ("inkling_text", "model.layers.0.self_attn.r_proj.weight"),
         ("doge", "model.layers.0.self_attn.dt_proj.weight"),
         ("doge", "model.layers.0.self_attn.A"),
+        ("zaya", "model.layers.1.self_attn.qkv_proj.conv_qk_depthwise.weight"),
+        ("zaya", "model.layers.1.self_attn.qkv_proj.conv_qk_grouped.weight"),
     ],
 )
 @pytest.mark.fast(
