@@ -19,10 +19,12 @@ from rewriter.common.errors import RewriterError
 RECIPES = ("ladder", "desync-2x", "ladder-own-partial", "ladder-int8", "tensor-parallel-int8")
 INSIDE = "reduces over the ranks inside"
 APART = "its 2 ranks cannot run on one device"
+SCALED = "neither linear nor a norm"
 STREAM = "no residual stream"  # outputs of layers are normed
 REFUSED = {
     ("desync-2x", INSIDE): ("zamba", "zamba2", "mamba", "falcon_mamba"),
     ("desync-2x", APART): ("jamba",),
+    ("desync-2x", SCALED): ("zaya",),
     ("ladder-own-partial", INSIDE): (
         "bamba", "zamba", "zamba2", "olmo_hybrid", "mamba", "granitemoehybrid", "falcon_mamba", "jamba",
     ),
