@@ -48,7 +48,9 @@ Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 
 @dataclass(frozen=True)
 class LayerMode:
-    """Mode of a layer. `keep` and `resync` are about desync, `norm` about parallel layers.
+    """Mode of a layer. `keep` and `resync` are about desync, `norm` about parallel layers, `coefficients` about ladder
+    layers that mix several streams: by weights of the newest stream, or of the late one. Where a stream can be followed
+    by its additions, it is scaled by constants alone, so that both are the same.
 
     `keep` says per block of the layer whether its reduction is kept. `norm` is whose entry norm serves all blocks of
     the layer: the "attention"'s (the first block), the "mlp"'s (the last), or each its "own".
@@ -58,6 +60,7 @@ class LayerMode:
     keep: tuple[bool, ...] = ()
     resync: Literal["mean", "sum"] = "mean"
     norm: Literal["own", "attention", "mlp"] = "own"
+    coefficients: Literal["fresh", "late"] = "fresh"
 
 
 class PerRankReference:

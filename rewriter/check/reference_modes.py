@@ -23,6 +23,7 @@ from rewriter.check.stream_hooks import Structure, decoder_layers, find_structur
 from rewriter.check.withheld_reference import BlockEnds, WithheldReference
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
+from rewriter.ir.coefficients import coefficient_calls
 from rewriter.ir.marks import marks
 from rewriter.ir.phases import agreed_phase, is_phased
 from rewriter.ir.residual import residual_blocks
@@ -140,7 +141,13 @@ def block_ends(program: Program) -> list[BlockEnds]:
     origin = program.origin or program
     mixing = {marks(n).carry for n in origin.graph.nodes if n.op == "call_module"}
     return [
-        BlockEnds(block.layer, *write_calls(block, origin.modules), block.local, block.index in mixing)
+        BlockEnds(
+            block.layer,
+            *write_calls(block, origin.modules),
+            block.local,
+            block.index in mixing,
+            coefficient_calls(block),
+        )
         for block in residual_blocks(origin)
     ]
 

@@ -4,8 +4,10 @@ Nothing here follows the stream, and nothing of the analyses or the passes is us
 each block adds (`BlockEnds`), and which layers are rewired. The model runs on its input once for every write that some
 block misses, all in one batch. Copy 0 is the model itself. In the copy of block b, what b adds is withheld: zero, or
 (own-partial ladder) this rank's own part of it. A block that reads late is computed from the copy whose withheld write
-it misses, and its result is given to all copies but its own. All else (norms, factors, mixtures of streams, what a
-layer hands on) is the unmodified code of the model, which treats the rows of a batch one by one.
+it misses, and its result is given to all copies but its own. Where its coefficients are late as well, all copies are
+given those of that copy. Where tokens of the prompt alone are rewired, a write is withheld at these tokens, and copies
+hold the exact stream at the others. All else (norms, factors, mixtures of streams, what a layer hands on) is the
+unmodified code of the model, which treats the rows of a batch one by one.
 
 Ranks are threads, each with a copy of the model that holds its part of the exit projections (`exit_shares`).
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,13 +32,16 @@ from rewriter.common.errors import RewriterError
 class BlockEnds:
     """A block of the source, by paths of modules: `sums` give what ranks sum, and `tails` (norms) stand between them
     and the stream. `local`: every rank computes all of it. `mixes`: modules of the source compute what it carries on of
-    the stream, or scales by."""
+    the stream, or scales by. `coefficients`: by path, those of them whose results it multiplies by, and the places of
+    these where others of its results are the stream on its way (none: all are coefficients); None where the model's own
+    code between modules computes some."""
 
     layer: int
     sums: tuple[str, ...]
     tails: tuple[str, ...] = ()
     local: bool = False
     mixes: bool = False
+    coefficients: Mapping[str, tuple[int, ...]] | None = field(default_factory=dict)
 
 
 class WithheldReference:
@@ -58,6 +63,7 @@ class WithheldReference:
     ) -> None:
         self.model, self.blocks, self.ranks, self.whole = model, blocks, ranks, whole
         self.wirings = [_missed(blocks, m) for m in (mix, exact or {})]
+        self.mixed_late = [[_mixes_late(block, m) for block in blocks] for m in (mix, exact or {})]
         missed = sorted({read for wiring in self.wirings for read in wiring if read is not None})
         self.copies = {read: 1 + i for i, read in enumerate(missed)}
         own = {index for w in self.wirings for index, read in enumerate(w) if read is not None and read[1]}
@@ -82,6 +88,10 @@ class WithheldReference:
                 for path in (*block.sums, *block.tails):
                     hook = _Hook(self, index, path in block.tails, group, rank, rewired, count * rows)
                     twin.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
+                if any(late[index] for late in self.mixed_late):
+                    for path, places in (block.coefficients or {}).items():
+                        mixing = _CoefficientHook(self, index, places, rewired)
+                        twin.get_submodule(path).register_forward_hook(mixing)
             given = {name: repeated(x) for name, x in kwargs.items()}
             logits: torch.Tensor = twin(input_ids=repeated(input_ids), use_cache=False, **given).logits
             return logits[:rows]
@@ -90,6 +100,20 @@ class WithheldReference:
         if any(not torch.equal(result, results[0]) for result in results):
             raise RewriterError("withheld reference: the ranks end with different logits")
         return results[0]
+
+    def read_in(self, wiring: Sequence[tuple[int, bool] | None]) -> set[int]:
+        """The copies that blocks of a wiring read."""
+        return {self.copies[read] for read in wiring if read is not None}
+
+    def read_by(self, block: int, by_token: bool) -> int:
+        """The copy that a block is computed from; with `by_token`, at the tokens of both wirings."""
+        rewired, exact = (wiring[block] for wiring in self.wirings)
+        if by_token and exact is not None and exact != rewired:
+            raise RewriterError(
+                f"withheld reference: layer {self.blocks[block].layer} reads late at exact tokens, and "
+                "otherwise at the rewired ones, which no copy can stand for. Use --verify none"
+            )
+        return 0 if rewired is None else self.copies[rewired]
 
     def _twin(self, rank: int) -> PreTrainedModel:
         """A copy of the model that shares its parameters, and holds this rank's part of the sums that are parted."""
@@ -151,29 +175,79 @@ class _Hook:
         copies = list(output.chunk(count, 0))
         nothing, own = (of.copies.get((index, kind)) for kind in (False, True))
         if not self.is_tail:
-            value = self._read(copies)
+            value = copies[of.read_by(index, self.rewired is not None)]
             total = value
             if is_result and index in of.parted and of.ranks > 1:
                 total = self.group.all_reduce(self.rank, value)
             copies = [total] * count
             if own is not None and is_result:
-                copies[own] = value
+                copies[own] = self._withheld(own, value, total)
         if nothing is not None and is_result:
-            copies[nothing] = torch.zeros_like(copies[0])
+            copies[nothing] = self._withheld(nothing, torch.zeros_like(copies[0]), copies[0])
         return torch.cat(copies)
 
-    def _read(self, copies: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result of the copy that the block reads, at each token by the wiring of that token."""
-        places = (wiring[self.block] for wiring in self.reference.wirings)
-        value, exact = (copies[0 if read is None else self.reference.copies[read]] for read in places)
-        if self.rewired is None:
-            return value
-        mask = self.rewired.reshape(*self.rewired.shape, *[1] * (value.ndim - 2))
-        return torch.where(mask if value.shape[:2] == self.rewired.shape else mask.flatten(0, 1), value, exact)
+    def _withheld(self, copy: int, value: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
+        """What a block adds in a copy: `value` at tokens where some block reads that copy, else what it adds to all."""
+        rewired, exact = (
+            value if copy in self.reference.read_in(wiring) else complete for wiring in self.reference.wirings
+        )
+        return _by_token(self.rewired, rewired, exact)
+
+
+class _CoefficientHook:
+    """After a module that gives a block its coefficients: where they are late, those of the copy that it reads, for
+    every copy."""
+
+    def __init__(
+        self, reference: WithheldReference, block: int, places: tuple[int, ...], rewired: torch.Tensor | None
+    ) -> None:
+        self.reference, self.block, self.places, self.rewired = reference, block, places, rewired
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return self._of(output)
+        return type(output)(
+            self._of(item) if not self.places or place in self.places else item for place, item in enumerate(output)
+        )
+
+    def _of(self, output: torch.Tensor) -> torch.Tensor:
+        of, made = self.reference, []
+        copies = output.chunk(1 + len(of.copies), 0)
+        for own in copies:
+            both = []
+            for wiring, late in zip(of.wirings, of.mixed_late, strict=True):
+                read = wiring[self.block]
+                both.append(copies[of.copies[read]] if late[self.block] and read is not None else own)
+            made.append(_by_token(self.rewired, *both))
+        return torch.cat(made)
+
+
+def _by_token(rewired: torch.Tensor | None, value: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """`value` at rewired tokens, `exact` at the others, of [B, S, …], [B·S, …] or, by heads, [B, H, S, …]."""
+    if rewired is None:
+        return value
+    if value.shape[:2] == rewired.shape:
+        mask = rewired
+    elif value.shape[0] == rewired.numel():
+        mask = rewired.flatten()
+    else:
+        mask = rewired[:, None]
+    return torch.where(mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)), value, exact)
 
 
 def _mode(mix: Mapping[int, LayerMode], block: BlockEnds) -> str:
     return mix.get(block.layer, LayerMode()).mode
+
+
+def _mixes_late(block: BlockEnds, mix: Mapping[int, LayerMode]) -> bool:
+    if mix.get(block.layer, LayerMode()).coefficients == "fresh":
+        return False
+    if block.coefficients is None:
+        raise RewriterError(
+            f"withheld reference: no module gives the coefficients of {block.sums[0]}'s block in layer {block.layer}, "
+            "so that nothing can be given late ones. Use coefficients: fresh, or --verify none"
+        )
+    return True
 
 
 def _missed(blocks: Sequence[BlockEnds], mix: Mapping[int, LayerMode]) -> list[tuple[int, bool] | None]:

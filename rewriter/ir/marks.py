@@ -25,6 +25,8 @@ class Mode:
     `sentence` says it in a card and in generated code, without a subject.
     `prefix` begins the name of a class of such layers in a runtime module.
     `reads`: the newest stream value, the one before ("earlier"), or that one and what this rank has added since.
+    `coefficients`: those of K and b in X' = K(X) + b(X) ⊗ F (`rewriter.ir.coefficients`) are computed from the newest
+    stream value or, as what the block reads, from the one before ("earlier").
     `sum`: the block's sum over ranks is completed by an all-reduce, left out (every rank goes on with its own part),
     completed with all that the ranks have added since they last agreed ("all_since"), or replaced by the mean of the
     ranks' residuals.
@@ -37,6 +39,7 @@ class Mode:
     sentence: str = "as in the original"
     prefix: str = ""
     reads: Literal["newest", "earlier", "earlier_and_own"] = "newest"
+    coefficients: Literal["newest", "earlier"] = "newest"
     own_residual: bool = False
     sum: Literal["all_reduce", "left_out", "all_since", "mean"] = "all_reduce"
     outcome: str = ""

@@ -32,6 +32,7 @@ from rewriter.ir import (
     put_after,
     reachable,
 )
+from rewriter.ir.coefficients import coefficients_of
 from rewriter.ir.communication import local_values
 from rewriter.ir.marks import STANDARD, Marks, Mode, in_stream, mark, marks, new_call, set_marks, stream_index
 from rewriter.ir.op_semantics import data_of, function_of, kind_of
@@ -239,7 +240,7 @@ class _LateReads:
         """The value that a block in the place `index` reads late, where one of the mode of `reader` does; with `own`,
         with this rank's own part of what is late."""
         before = self.blocks[index - 1] if index else None
-        other = before is not None and before.mode != reader.mode
+        other = before is not None and before.mode.reads != reader.mode.reads
         if before is None or (other and (before.mode.own_residual or before.mode.reads != "newest")):
             return self.stream[index]
         if before.local:
@@ -282,21 +283,22 @@ class _LateReads:
         return self.replayed[key]
 
     def _read(self, block: Block, value: fx.Node) -> None:
-        """Let what `block` computes with weights read `value`, and all else of it the newest value of the stream."""
+        """Let what `block` computes with weights read `value`, and all else of it the newest value of the stream; of
+        that, its coefficients where its mode says so."""
         inside, modules = set(block.branch), self.program.modules
         work = [n for n in block.branch if n.op == "call_module" and weighs(modules[str(n.target)])]
-        late = set(reachable(work, lambda n: (s for s in data_of(n) if s in inside)))
+        mixing = coefficients_of(block) if block.mode.coefficients == "earlier" else ()
+        own = {n for n in self.graph.nodes if n in inside or marks(n).carry == block.index} if mixing else inside
+        late = set(reachable([*work, *mixing], lambda n: (s for s in data_of(n) if s in own)))
         given = {source: value for _, source in _reads(block) if source is not value}
-        for node in block.branch if given else ():
-            if node not in late:
-                continue
-            if marks(node).carry is None:
+        for node in [n for n in self.graph.nodes if n in late] if given else ():
+            if marks(node).carry is None or node in mixing:
                 for source in set(node.all_input_nodes).intersection(given):
                     node.replace_input_with(source, given[source])
                 continue
             with self.graph.inserting_after(node):
                 given[node] = self.graph.node_copy(node, lambda n: given.get(n, n))
-            mark(given[node], carry=None)
+            mark(given[node], carry=block.index if mixing else None, block=block.index)
             mark(node, block=None)
         for node in given:
             if node.op == "call_module" and node in inside and block.mode.reads == "earlier_and_own":

@@ -5,7 +5,8 @@ Nothing here imports `rewriter`: these say what the general form means. A layer 
     X' = K(X) + b(X) ⊗ F,    F = f(c(read))
 
 of which late ones read R instead of X: K(X) of the last block whose F ranks sum, on which blocks that ranks do not
-share have acted as well. The modules are those of the unmodified eager model.
+share have acted as well. With late coefficients, what K multiplies X by and b are computed from R, too. The modules are
+those of the unmodified eager model.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Block:
-    """`branch` gives F, and what the layer hands on; `carry` is K, `write` is b(X) ⊗ F."""
+    """`branch` gives F, and what the layer hands on; `carry` is K, of X and of what its coefficients are computed from;
+    `write` is b(X) ⊗ F, with b computed from its first argument."""
 
     branch: Callable[[Tensor], tuple[Tensor, Any]]
-    carry: Callable[[Tensor], Tensor] = lambda x: x
+    carry: Callable[[Tensor, Tensor], Tensor] = lambda x, mixed_by: x
     write: Callable[[Tensor, Tensor], Tensor] = lambda x, f: f
     shared: bool = True
 
@@ -47,7 +49,7 @@ def _deepseek_v4(layer: Any, kw: dict[str, Any]) -> list[Block]:
     def block(mixes: Any, branch: Callable[[Tensor], Tensor]) -> Block:
         return Block(
             _alone(lambda x: branch(mixes(x)[2])),
-            lambda x: torch.matmul(mixes(x)[1].to(x.dtype).transpose(-1, -2), x),
+            lambda x, mixed_by: torch.matmul(mixes(mixed_by)[1].to(x.dtype).transpose(-1, -2), x),
             lambda x, f: mixes(x)[0].to(x.dtype).unsqueeze(-1) * f.unsqueeze(-2),
         )
 
@@ -113,7 +115,7 @@ def _bart(layer: Any, kw: dict[str, Any]) -> list[Block]:
 
     return [
         Block(_alone(lambda x: layer.self_attn(hidden_states=x, attention_mask=kw.get("attention_mask"))[0])),
-        Block(_alone(mlp), carry=norm),
+        Block(_alone(mlp), carry=lambda x, _: norm(x)),
     ]
 
 
@@ -136,12 +138,12 @@ def _minimax(layer: Any, kw: dict[str, Any]) -> list[Block]:
     return [
         Block(
             _alone(lambda x: layer.self_attn(hidden_states=first(x), **kw)[0]),
-            lambda x: layer.attn_alpha_factor * first(x),
+            lambda x, _: layer.attn_alpha_factor * first(x),
             lambda x, f: layer.attn_beta_factor * f,
         ),
         Block(
             _alone(lambda x: layer.mlp(second(x))),
-            lambda x: layer.mlp_alpha_factor * second(x),
+            lambda x, _: layer.mlp_alpha_factor * second(x),
             lambda x, f: layer.mlp_beta_factor * f,
         ),
     ]
@@ -165,8 +167,11 @@ _TUPLES = ("hy_v4",)  # layers that return what they hand on beside the hidden s
 
 
 @contextmanager
-def laddered(model: Any, layers: Any, name: str, late: Collection[int]) -> Iterator[None]:
-    """Within the `with`, the decoder `layers` of `model` (type `name`) whose numbers are in `late` read late."""
+def laddered(
+    model: Any, layers: Any, name: str, late: Collection[int], late_coefficients: bool = False
+) -> Iterator[None]:
+    """Within the `with`, the decoder `layers` of `model` (type `name`) whose numbers are in `late` read late, with
+    coefficients of what they read where `late_coefficients`."""
     state: list[State] = []
 
     def forward(index: int, layer: Any, hidden_states: Tensor, *args: Any, **kw: Any) -> Any:
@@ -179,8 +184,9 @@ def laddered(model: Any, layers: Any, name: str, late: Collection[int]) -> Itera
             x, r = before(now.x), before(now.late)
             f, side = block.branch(r if index in late else x)
             handed = side if side is not None else handed
-            carried, written = block.carry(x), block.write(x, f)
-            now.late = carried if block.shared else block.carry(r) + written
+            mixed_by = r if index in late and late_coefficients else x
+            carried, written = block.carry(x, mixed_by), block.write(mixed_by, f)
+            now.late = carried if block.shared else block.carry(r, r) + written
             now.x = carried + written
         now.first = _LAST.get(name, lambda layer: lambda x: x)(layer)
         out = now.first(now.x)

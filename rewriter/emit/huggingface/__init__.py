@@ -212,6 +212,8 @@ def _what(
     if late:
         verb = "reads" if len(late) == 1 else "read"
         sentences = [f"{' and '.join(late)} {verb} the residual stream as it was one block before."]
+        if any(b.layer == index and b.mode.coefficients == "earlier" for b in residual_blocks(program)):
+            sentences.append("What mixes the streams and scales what is added is computed from that value as well.")
     else:
         sentences = [f"Computes {name} with another wiring." if touched else f"Computes what {name} computes."]
     sentences += exact

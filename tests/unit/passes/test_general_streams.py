@@ -14,9 +14,13 @@ from rewriter.check.coverage.configs import small_config
 from rewriter.check.random_model import build_model, random_ids, randomize, save_model
 from rewriter.check.reference_modes import reference_of
 from rewriter.check.stream_hooks import decoder_layers
+from rewriter.common.errors import RewriterError
 from rewriter.ir import ops
+from rewriter.ir.phases import PromptPhase
+from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
 from rewriter.passes.ladder import Ladder
+from rewriter.passes.phases import both_wirings
 from rewriter.tracing import trace
 
 FAST = ("bart", "gemma4_text", "qwen4_exp_text")
@@ -86,6 +90,64 @@ def test_ladder_equals_the_recursion(name, which, scratch):
     for ranks in (2, 4):
         sharded = applied(tensor_parallel(program, ranks), ("ladder", {"layers": sorted(late)}), OVERLAP)
         assert relative_error(simulated(sharded, ids, weights), expected) < 1e-5
+
+
+MIXING = [
+    n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v4", "hy_v4", "qwen4_exp_text")
+]
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("name", MIXING)
+def test_late_coefficients_equal_the_recursion(name, which, scratch):
+    model, program, weights, ids = case(name, scratch)
+    layers = decoder_layers(model)
+    late = {"all": range(len(layers)), "upper half": range(len(layers) // 2, len(layers))}.get(which)
+    late = sorted(late or range(1, len(layers), 2))
+    with recursions.laddered(model, layers, name, set(late)):
+        fresh = logits(model, ids)
+    with recursions.laddered(model, layers, name, set(late), late_coefficients=True):
+        expected = logits(model, ids)
+    assert relative_error(expected, fresh) > 1e-3
+    rewrite = Ladder(late, coefficients="late")
+    ladder = rewrite.apply(program)
+    assert relative_error(simulated(ladder, ids, weights), expected) < 1e-5
+    assert relative_error(reference_of(ladder, [rewrite]).logits(model, ids), expected) < 1e-6
+    sharded = applied(tensor_parallel(program, 2), ("ladder", {"layers": late, "coefficients": "late"}), OVERLAP)
+    assert relative_error(simulated(sharded, ids, weights), expected) < 1e-5
+
+
+def test_late_coefficients_at_tokens_of_prompts_alone(scratch):
+    model, program, weights, ids = case("qwen4_exp_text", scratch)
+    rewrite = Ladder([1, 2], coefficients="late", phase="prompt", exact_tail=3, exact_head=2)
+    rewired = PromptPhase(3, 2).rewired(ids.shape[1]).expand(ids.shape)
+    both = both_wirings(rewrite.apply(program))
+    with torch.no_grad():
+        found = simulate(both, ids, weights=weights, rewired=rewired)
+    reference = reference_of(both, [rewrite])
+    expected = reference.logits(model, ids, rewired)
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(expected, reference.logits(model, ids, torch.ones_like(rewired))) > 1e-3
+
+
+def test_layers_with_fresh_and_late_coefficients_are_one_ladder(scratch):
+    model, program, weights, ids = case("qwen4_exp_text", scratch)
+    passes = [Ladder([0, 1]), Ladder([2, 3], coefficients="late")]
+    both = passes[1].apply(passes[0].apply(program))
+    assert not [b for b in residual_blocks(both) if b.index and b.layer < 4 and b.reads == (b.index,)]
+    expected = reference_of(both, passes).logits(model, ids)
+    assert relative_error(simulated(both, ids, weights), expected) < 1e-5
+    other_order = passes[0].apply(passes[1].apply(program))
+    assert relative_error(simulated(other_order, ids, weights), expected) < 1e-5
+
+
+def test_late_coefficients_need_coefficients_that_ranks_have_alike(scratch):
+    _, program, weights, ids = case("bart", scratch)  # K is a norm
+    late = Ladder(coefficients="late").apply(program)
+    assert "changes nothing in 8 of 8 blocks" in late.history[-1].notes[0]
+    assert torch.equal(simulated(late, ids, weights), simulated(Ladder().apply(program), ids, weights))
+    with pytest.raises(RewriterError, match="Use coefficients: fresh, or variant: paper"):
+        applied(tensor_parallel(program, 2), ("ladder", {"variant": "own_partial", "coefficients": "late"}))
 
 
 @pytest.mark.parametrize("name", TYPES)
