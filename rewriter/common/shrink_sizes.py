@@ -47,7 +47,7 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rop
 SMALL = {
     "n_group": 2, "topk_group": 1, "num_expert_group": 2, "zero_expert_num": 2, "o_lora_rank": 16, "o_groups": 4,
     "index_head_dim": 16, "index_n_heads": 16, "indexer_head_dim": 16, "indexer_n_heads": 16,
-    "index_block_size": 8, "index_topk_blocks": 2,
+    "index_block_size": 8, "index_topk_blocks": 2, "index_kpool": 3,
     "laurel_rank": 8, "gated_norm_rank": 8, "hidden_size_per_layer_input": 16, "d_rel": 8, "rel_extent": 16,
     "router_hidden_size": 16, "adapter_rank": 8, "hc_lowrank": 16, "ple_embed_dim": 64,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_head_dim": 16,

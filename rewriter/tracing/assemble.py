@@ -26,6 +26,7 @@ from rewriter.tracing.child_results import (
 from rewriter.tracing.export import BodyTracer, FlatSignature, as_leaf, example_for, export_graph, is_called
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean, sort_by_use
+from rewriter.tracing.handed_on import HandedOn
 from rewriter.tracing.interception import (
     Recorded,
     base_name,
@@ -116,9 +117,7 @@ class ModelTracer:
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
         self.wide = False  # whether layers are given their hidden state in fp32, whatever the model's dtype
         self.shared: dict[Any, Any] = {}  # what layers traced so far put into the mapping that they share
-        self.handed: tuple[int, ...] = ()  # places in a layer's tuple of what later layers read beside the hidden state
-        self._handed: dict[nn.Module, dict[int, tuple[torch.Size, torch.dtype]]] = {}
-        self._handed_of: dict[Any, dict[int, tuple[torch.Size, torch.dtype]]] = {}
+        self.handed = HandedOn()
 
     def fingerprint(self, layer: nn.Module) -> Any:
         if layer not in self._fingerprints:
@@ -143,7 +142,7 @@ class ModelTracer:
 
     def places(self, layer: nn.Module) -> tuple[int, ...]:
         """The places, in the tuple that a layer returns, of what later layers read beside its hidden state."""
-        return tuple(self._handed[layer])
+        return tuple(place for place, form in self.handed.of[layer].items() if form is not None)
 
     def inline_child(self, index: int, name: str) -> bool:
         """From now on, trace the child `name` of layer `index`, and of others of its class, as part of the layer.
@@ -206,12 +205,12 @@ class ModelTracer:
                 self.wide |= isinstance(stream, torch.Tensor) and stream.dtype == torch.float32
                 if not isinstance(stream, torch.Tensor) or stream.dtype not in (TRACE_DTYPE, torch.float32):
                     raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
-                handed = self._handed_values(layer, stream)
+                handed = self.handed.find(layer, self.calls[layer], lambda: self._alike(layer))
                 tensors, _ = tensors_of(self.calls[layer])
                 out, *others = torch.ops.rewriter_trace.call([stream, *tensors], f"layer {index}")
                 if not isinstance(returned, (tuple, list)):
                     return out
-                at = dict(zip(handed, others, strict=True))
+                at: dict[int, Any] = dict.fromkeys(handed) | dict(zip(self.places(layer), others, strict=True))
                 rest = ((place, x) for place, x in enumerate(returned) if place)
                 return (out, *(None if x is None else at.get(place, OtherResult(layer, place)) for place, x in rest))
 
@@ -221,7 +220,7 @@ class ModelTracer:
             (batch, length), sizes = inputs[0].shape[:2], self.example
             real = {sizes.batch: batch, sizes.length: length, sizes.batch * sizes.length: batch * length}
             made = [torch.empty_like(inputs[0])]
-            for shape, dtype in self._handed[layer].values():
+            for shape, dtype in filter(None, self.handed.of[layer].values()):
                 made.append(torch.empty([real.get(s, s) for s in shape], dtype=dtype, device=inputs[0].device))
             return made
 
@@ -233,36 +232,17 @@ class ModelTracer:
         with opaque_calls(functions), replaced_forward(forwards):
             yield
 
-    def _handed_values(self, layer: nn.Module, stream: torch.Tensor) -> dict[int, tuple[torch.Size, torch.dtype]]:
-        """By place in the tuple that a layer returns, shape and dtype of what later layers read of it.
-
-        Found by running the layer on meta; layers alike in structure and in how they are called are run once.
-        """
-        if layer not in self._handed:
-            call = self.calls[layer]
-            key = (self.fingerprint(layer), self._static(call))
-            if key not in self._handed_of:
-                self._handed_of[key] = {}
-                if self.handed:
-                    with refused(f"{type(layer).__name__} cannot be run for what it hands on"):
-                        output = type(layer).forward(layer, *call.args, **call.kwargs)
-                    given = {place: output[place] for place in self.handed}
-                    tensors = {place: x for place, x in given.items() if isinstance(x, torch.Tensor)}
-                    self._handed_of[key] = {place: (x.shape, x.dtype) for place, x in tensors.items()}
-            self._handed[layer] = self._handed_of[key]
-        return self._handed[layer]
-
     def _record(self, modules: Mapping[str, nn.Module]) -> dict[str, Recorded]:
         """The calls of the modules around the layers, and in `self.calls` those of the layers."""
         while True:
-            self._handed, self._handed_of = {}, {}
+            self.handed = HandedOn(self.handed.places)
             try:
                 with self._opaque_layers(), torch.no_grad():
                     return record_calls(lambda: self.model(**self.inputs, use_cache=False), modules)
             except _ReadsOther as error:
-                if error.place in self.handed:
+                if error.place in self.handed.places:
                     raise RewriterError("a layer reads what no layer before it returned as a tensor") from error
-                self.handed = (*self.handed, error.place)
+                self.handed = HandedOn((*self.handed.places, error.place))
 
     @contextlib.contextmanager
     def _without_layer_tensors(self) -> Iterator[None]:
@@ -396,7 +376,7 @@ class ModelTracer:
         known = tuple(name for name, _ in self.static[layer].values())
         constants = self._constants(f"{self.path}.{index}", layer)
         inlined = self.inlined.get(type(layer), frozenset())
-        key = (self.fingerprint(layer), self._static(self.calls[layer]), constants, known, inlined)
+        key = (self._alike(layer), constants, known, inlined)
         if key not in self._kinds:
             self._kinds[key] = self._trace_kind(index)
         return self._kinds[key]
@@ -406,6 +386,10 @@ class ModelTracer:
         names = [n for n, _ in module.named_buffers() if f"{path}.{n}" not in self.body_tracer.stored]
         values = (self.body_tracer.buffers[f"{path}.{n}"].reshape(-1).view(torch.uint8).numpy() for n in names)
         return tuple(hashlib.sha256(value.tobytes()).hexdigest() for value in values)
+
+    def _alike(self, layer: nn.Module) -> Any:
+        """Equal for layers that are alike in structure and in how they are called."""
+        return self.fingerprint(layer), self._static(self.calls[layer])
 
     def _static(self, call: Recorded) -> str:
         """The parts of a call that decide how it traces: constants by value, tensors by shape."""
@@ -436,7 +420,7 @@ class ModelTracer:
             tensors, _ = tensors_of(calls[name])
             known = tuple(static[id(t)][0] for t in tensors if id(t) in static)
             written, placed = written_outputs(calls[name])
-            wanted = wanted_results(node, calls[name].output, self.handed)
+            wanted = wanted_results(node, calls[name].output, self.handed.places)
             wanted = wanted if wanted is None or not written else (*wanted, *placed)
             path = f"{self.path}.{index}.{name}"
             constants = self._constants(path, modules[name])

@@ -116,6 +116,7 @@ def lifted_attention(
 # keywords that flow through every layer's **kwargs and never change what attention computes
 _INERT_KEYWORDS = (
     "use_cache", "output_attentions", "output_router_logits", "return_dict", "cache_position", "logits_to_keep",
+    "input_ids",
 )  # fmt: skip
 
 

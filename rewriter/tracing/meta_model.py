@@ -321,11 +321,12 @@ def check_sizes(config: PreTrainedConfig) -> None:
         written = text.attribute_map.get(name, name)
         given = values.get(written)
         most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST
+        least = 0 if name == "head_dim" and values.get("qk_rope_head_dim") == 0 else 1  # the rotated part of a head
         for value in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= most:
+            if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
                 raise RewriterError(
                     f"config of model type {config.model_type!r}: {written} is {shortened(value, 30)}, "
-                    f"expected 1 to {most:,}. Correct it, or download the config again."
+                    f"expected {least} to {most:,}. Correct it, or download the config again."
                 )
 
 

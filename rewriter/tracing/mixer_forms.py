@@ -1,5 +1,6 @@
-"""Canonical forms of what recurrent mixers compute around their operators, so that heads and channels can be followed.
+"""Canonical forms of what mixers compute around their operators, so that heads and channels can be followed.
 
+- Pieces without elements (the rotary part of heads without rotation) are left out.
 - `x[..., -S:]` and `x[..., :S]` of S tokens are x.
 - `W @ xᵀ`, with a parameter on the left, is `(x Wᵀ)ᵀ`.
 - Key heads or groups that a model repeats for its heads are read as they are: a recurrence's head h has h // (H / G).
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +26,12 @@ from rewriter.tracing.interception import Recorded
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Rewrite slices of all tokens, products with a parameter on the left, and repeated groups, in place."""
+    """Rewrite empty pieces, slices of all tokens, products with a parameter on the left, and repeated groups, in
+    place."""
     for node in list(graph.nodes):
-        new = None
-        if node.target is aten.slice.Tensor and _keeps_all(node):
+        if (new := _without_empty(node)) is not None:
+            pass
+        elif node.target is aten.slice.Tensor and _keeps_all(node):
             new = args_of(node)[0]
         elif node.target is aten.matmul.default and _multiplies_transposed(node):
             weight, transposed = args_of(node)
@@ -39,6 +43,23 @@ def simplify(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target in _GROUPS:
             _once(node, _GROUPS[node.target])
+
+
+def _without_empty(node: fx.Node) -> fx.Node | None:
+    """What a split, a concatenation or a write into a slice gives where all but one of its pieces have no elements."""
+    if node.target is operator.getitem and args_of(node)[0].target is aten.split_with_sizes.default:
+        sizes, place = args_of(args_of(node)[0])[1], args_of(node)[1]
+        return args_of(args_of(node)[0])[0] if sizes[place] != 0 and sum(s != 0 for s in sizes) == 1 else None
+    if node.target is aten.cat.default:
+        full = [piece for piece in args_of(node)[0] if not _is_empty(piece)]
+        return full[0] if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype else None
+    if node.target is aten.slice_scatter.default and _is_empty(args_of(node)[1]):
+        return args_of(node)[0]
+    return None
+
+
+def _is_empty(node: fx.Node) -> bool:
+    return any(not dynamic(size) and size == 0 for size in node.meta["val"].shape)
 
 
 # places, among the inputs of recurrences, of the two that have a key head or group for several heads

@@ -54,7 +54,7 @@ def _like_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) 
 # keywords that the forwards of layers hand on and the plain bodies of these functions leave alone
 _INERT_KEYWORDS = (
     "use_cache", "output_attentions", "output_router_logits", "cache_position", "logits_to_keep", "position_ids",
-    "position_embeddings", "past_key_values", "chunk_size", "use_mambapy", "use_associative_scan",
+    "input_ids", "position_embeddings", "past_key_values", "chunk_size", "use_mambapy", "use_associative_scan",
 )  # fmt: skip
 
 

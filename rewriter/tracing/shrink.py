@@ -31,6 +31,7 @@ _LISTS_OF_LAYERS = (
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")
 _LAST_LAYERS = ("num_kv_shared_layers",)
 _KEYED_BY_LAYER = ("per_layer_config",)
+_SOURCES = ("kv_source_layers",)  # for each layer, the one whose keys and values it reads
 _STEPS = (
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "no_rope_layer_interval",
     "full_attention_interval", "sliding_window_pattern", "global_attn_every_n_layers", "expert_layer_period",
@@ -66,8 +67,10 @@ def representatives(config: PreTrainedConfig, selections: Sequence[Collection[in
     per_layer = [
         value
         for name, value in table.items()
-        if isinstance(value, (list, tuple)) and len(value) == count > 4 and name not in _LISTS_OF_LAYERS
+        if isinstance(value, (list, tuple)) and len(value) == count > 4 and name not in (*_LISTS_OF_LAYERS, *_SOURCES)
     ]
+    sources = [table[name] for name in _SOURCES if isinstance(table.get(name), list)]
+    per_layer += [[(values[i] == i, i in values[i + 1 :]) for i in range(count)] for values in sources]
     kinds: list[tuple[Any, ...]] = [
         (*(i in chosen for chosen in selections), *(repr(values[i]) for values in per_layer), *_listed(table, i))
         for i in range(count)
@@ -83,7 +86,8 @@ def representatives(config: PreTrainedConfig, selections: Sequence[Collection[in
         seen |= {kind, border}
     step = max((table[name] for name in _STEPS if isinstance(table.get(name), int) and table[name] <= 8), default=1)
     kept |= set(range(step))  # types by remainder: the first period stays where it is
-    return sorted(i for i in kept if 0 <= i < count)
+    kept = {i for i in kept if 0 <= i < count}
+    return sorted(kept | {values[i] for values in sources for i in kept})
 
 
 def _listed(table: Mapping[str, Any], layer: int) -> tuple[bool, ...]:
@@ -152,6 +156,8 @@ def _shrink_table(
     for name, value in data.items():
         if name in _LISTS_OF_LAYERS and isinstance(value, list):
             new[name] = [place for place, layer in enumerate(layers) if layer in value]
+        elif name in _SOURCES and isinstance(value, list):
+            new[name] = [layers.index(_source(value[layer], layer, layers)) for layer in layers]
         elif name in _KEYED_BY_LAYER and isinstance(value, dict):
             by_layer = {int(layer): _in_proportion(settings, data, new) for layer, settings in value.items()}
             new[name] = {place: by_layer[layer] for place, layer in enumerate(layers) if layer in by_layer}
@@ -164,6 +170,11 @@ def _shrink_table(
     if (head_size := _of_two_parts(data, new)) is not None:
         new["head_dim"] = head_size
     return new
+
+
+def _source(source: int, layer: int, layers: Sequence[int]) -> int:
+    """The layer whose keys and values `layer` reads where only `layers` are kept: itself, if its source is not."""
+    return source if source in layers else layer
 
 
 def _of_two_parts(data: Mapping[str, Any], new: Mapping[str, Any]) -> int | None:

@@ -155,6 +155,18 @@ def test_listed_layers_follow_to_their_new_places() -> None:
     assert small.num_hidden_layers == len(kept)
 
 
+def test_a_layer_that_reads_another_ones_keys_follows_it() -> None:
+    sources = [0, 1, *[1 + (i + 1) % 2 for i in range(2, 30)]]  # of 30 layers, all but three read those of 1 or 2
+    text = {"num_hidden_layers": 30, "kv_source_layers": sources, "indexer_types": ["full"] * 30}
+    config = AutoConfig.for_model("mistral_large4", text_config=text)
+    kept = representatives(config, [])
+    assert {0, 1, 2} <= set(kept)
+    assert len(kept) < 12
+    small = shrink(config, kept).text_config
+    assert [kept[place] for place in small.kv_source_layers] == [sources[layer] for layer in kept]
+    assert shrink(config, [0, 5, 6]).text_config.kv_source_layers == [0, 1, 2]  # without its source: its own
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("heads", "kv_heads"), [(64, 8), (32, 32), (16, 1), (12, 2), (71, 71), (40, 10)], ids=lambda value: str(value)
