@@ -25,10 +25,7 @@ REFUSED = {
     ("desync-2x", INSIDE): ("zamba", "zamba2", "mamba", "falcon_mamba"),
     ("desync-2x", APART): ("jamba",),
     ("desync-2x", SCALED): ("zaya",),
-<<<<<<< HEAD
-=======
     ("ladder-own-partial", SCALED): ("zaya",),
->>>>>>> 7924dc0e (Desync and own partial residuals refuse ZAYA's scaled branches)
     ("ladder-own-partial", INSIDE): (
         "bamba", "zamba", "zamba2", "olmo_hybrid", "mamba", "granitemoehybrid", "falcon_mamba", "jamba",
     ),
