@@ -13,7 +13,7 @@ from rewriter.ir import Module, Program, copy_graph, ops, put_after, reachable
 from rewriter.ir.communication import hidden_starts
 from rewriter.ir.marks import in_stream, mark, marks, running_layer, stream_index
 from rewriter.ir.op_semantics import kind_of, starts_sum
-from rewriter.ir.residual import computes
+from rewriter.ir.residual import computes, is_carry
 from rewriter.ir.schedule import rescheduled
 from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.residual_rewrite import is_reduced
@@ -71,7 +71,8 @@ def _started(program: Program, names: Collection[str]) -> fx.Graph:
 
     def forces(node: fx.Node) -> bool:
         works = node.op == "call_module" and computes(program.modules[str(node.target)])
-        return works or node.target is ops.all_reduce_start
+        # what a block carries on and scales by waits with the sum that it is of: no sum is started by it
+        return (works and not is_carry(node)) or node.target is ops.all_reduce_start
 
     return rescheduled(graph, late, forces, started.__getitem__)
 

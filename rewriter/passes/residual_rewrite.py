@@ -227,28 +227,32 @@ class _LateReads:
 
     def settle(self, block: Block) -> None:
         """Let `block` read late. What every rank computes in full is given what ranks agree on."""
-        value = self._late(block.index, block, block.mode.reads == "earlier_and_own" and not block.local)
         reads = _reads(block)
+        first = reads[0][0]
+        own = block.mode.reads == "earlier_and_own" and not block.local
+        value = self._late(block.index, block, first, own)
+        differs = own and value not in self.stream
         if value in self.stream and not all(in_stream(source) for _, source in reads):
             # an earlier pass made its modules fit for values that differ by rank: gradients are summed before them
-            with self.graph.inserting_before(reads[0][0]):
-                record = Marks(layer=block.layer, reads=stream_index(value))
+            with self.graph.inserting_before(first):
+                record = Marks(layer=marks(first).layer, reads=stream_index(value))
                 value = new_call(self.graph, record, ops.copy_to_group, value, AXIS)
-        self._read(block, value)
+        self._read(block, value, differs)
 
-    def _late(self, index: int, reader: Block, own: bool) -> fx.Node:
+    def _late(self, index: int, reader: Block, first: fx.Node, own: bool) -> fx.Node:
         """The value that a block in the place `index` reads late, where one of the mode of `reader` does; with `own`,
-        with this rank's own part of what is late."""
+        with this rank's own part of what is late. `first` is in the layer of what reads it first: a layer may begin to
+        read for a block of the next one (BART's last norm)."""
         before = self.blocks[index - 1] if index else None
         other = before is not None and before.mode.reads != reader.mode.reads
         if before is None or (other and (before.mode.own_residual or before.mode.reads != "newest")):
             return self.stream[index]
         if before.local:
-            earlier = self._late(before.index, reader, own)
+            earlier = self._late(before.index, reader, before.add, own)
             return self.stream[index] if earlier is self.stream[before.index] else self._replay(before, earlier, own)
         if not own:
             return self._without_sum(before)
-        value = _with_own_partial(before, reader, self.program.modules, self.name)
+        value = _with_own_partial(before, reader, marks(first).layer, self.program.modules, self.name)
         self.bound.add(before.index)
         if value is not before.add and split_writes(reader, self.program.modules, self.name)[1]:
             raise RewriterError(
@@ -282,9 +286,10 @@ class _LateReads:
             self.replayed[key] = total
         return self.replayed[key]
 
-    def _read(self, block: Block, value: fx.Node) -> None:
+    def _read(self, block: Block, value: fx.Node, differs: bool) -> None:
         """Let what `block` computes with weights read `value`, and all else of it the newest value of the stream; of
-        that, its coefficients where its mode says so."""
+        that, its coefficients where its mode says so. Where `value` differs by rank, factors that all ranks share meet
+        it as copies."""
         inside, modules = set(block.branch), self.program.modules
         work = [n for n in block.branch if n.op == "call_module" and weighs(modules[str(n.target)])]
         mixing = coefficients_of(block) if block.mode.coefficients == "earlier" else ()
@@ -296,8 +301,14 @@ class _LateReads:
                 for source in set(node.all_input_nodes).intersection(given):
                     node.replace_input_with(source, given[source])
                 continue
+            inputs = {n: given.get(n, n) for n in node.all_input_nodes}
+            record = marks(node).only("layer", "block")
+            with self.graph.inserting_before(node):
+                for factor in inputs if differs and node.op != "call_module" else ():
+                    if factor not in given:
+                        inputs[factor] = new_call(self.graph, record, ops.copy_to_group, factor, AXIS)
             with self.graph.inserting_after(node):
-                given[node] = self.graph.node_copy(node, lambda n: given.get(n, n))
+                given[node] = self.graph.node_copy(node, inputs.__getitem__)
             mark(given[node], carry=block.index if mixing else None, block=block.index)
             mark(node, block=None)
         for node in given:
@@ -377,8 +388,11 @@ def _reads(block: Block) -> list[tuple[fx.Node, fx.Node]]:
     return [(node, s) for node, s in uses if s not in block.branch and read_index(s, block.index) is not None]
 
 
-def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module], name: str) -> fx.Node:
-    """X before block `before`, plus this rank's part of what it writes; the sum itself where ranks hold all of it."""
+def _with_own_partial(
+    before: Block, block: Block, layer: int | None, modules: Mapping[str, Module], name: str
+) -> fx.Node:
+    """X before block `before`, plus this rank's part of what it writes, in `layer`; the sum itself where ranks hold all
+    of it."""
     reduced, whole = split_writes(before, modules, name)
     if not reduced:
         return before.add
@@ -388,7 +402,7 @@ def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module]
         if not is_reduced(write):
             _agree(write, before)
     first, _ = _reads(block)[0]
-    made = partial(new_call, graph, Marks(layer=block.layer, reads=before.index))
+    made = partial(new_call, graph, Marks(layer=layer, reads=before.index))
     with graph.inserting_before(first):
         value, *others = (made(ops.copy_to_group, term, AXIS) for term in before.carried)
         for part in (*others, *parts):

@@ -206,12 +206,23 @@ class _HuggingFaceLayers:
         self.form: dict[fx.Node, Form] = {}
         for node in program.graph.nodes:
             self.form[node] = self._form(node)
+            if self.streams and self.form[node] == "per_rank" and marks(node).reads is not None:
+                raise RewriterError(
+                    f"layer {layer_of(node)}: its {self.ranks} ranks cannot run on one device in the source's own code: "
+                    "each reads a stream of several vectors with a part of its own, and modules of the source mix all "
+                    "vectors of a token. `rewriter.simulate` and the sharded runtime compute them; use ladder's "
+                    "variant: paper"
+                )
 
     # --- what is printed of a value
 
     def _form(self, node: fx.Node) -> Form:
         if node not in self.local or node.target in _ON_ALL:
             return "same"
+        if marks(node).handed_on is not None:
+            return "same"  # the source's own code hands on what all ranks hold of it
+        if _element(node) is not None:
+            return self.form[args_of(node)[0]]
         module = self.program.modules[str(node.target)] if node.op == "call_module" else None
         if module is not None and is_entry(module):
             return "same"  # the parts of all ranks, which are all of the value
@@ -223,8 +234,12 @@ class _HuggingFaceLayers:
 
     def _only_reduced(self, node: fx.Node) -> bool:
         """True if nothing reads a rank's part of the sum that `node` belongs to, before it is complete."""
-        return bool(node.users) and all(
-            user.target is ops.all_reduce or (_is_linear(user) and self._only_reduced(user)) for user in node.users
+        read = [user for user in node.users if _element(user) is None or user in self.local]
+        return bool(read) and all(
+            user.target is ops.all_reduce
+            or marks(user).handed_on is not None
+            or ((_is_linear(user) or _element(user) is not None) and self._only_reduced(user))
+            for user in read
         )
 
     # --- one layer
@@ -250,7 +265,7 @@ class _HuggingFaceLayers:
         for node in inside:
             if node.op == "get_attr":
                 self.names[node] = self._expression(node, {})
-            elif (element := _element(node)) is not None and args_of(node)[0] not in self.local:
+            elif (element := _element(node)) is not None:
                 self.names[node] = f"{self.names[args_of(node)[0]]}[{element}]"
             elif not self._is_inlined(node):
                 self._node(node)
@@ -297,6 +312,8 @@ class _HuggingFaceLayers:
             text = self._as(source, "total" if node.target is ops.all_reduce else "same")
         elif form != "same" and _is_linear(node):
             text = " + ".join(self._as(n, form) for n in args_of(node)) if is_add(node) else self._scaled(node)
+        elif form == "per_rank" and function_of(node) in ("mul", "div"):  # by a factor, of the model's or a token's own
+            text = self._expression(node, {n: self._as(n, form) for n in node.all_input_nodes})
         elif form == "same" or (form == "per_rank" and kind_of(node) == "cast"):  # which acts on each rank's part
             text = self._expression(node, self._operands(node))
         else:
@@ -323,6 +340,10 @@ class _HuggingFaceLayers:
         text = self._text(node)
         atom = text if text.isidentifier() else f"({text})"
         if wanted == "per_rank" and form == "same":
+            while node.target in _ON_ALL:
+                node = args_of(node)[0]
+            if node.op == "get_attr":  # [D], or a number
+                return text
             return f"{atom}.unsqueeze(-2)"
         if wanted == "same" and form == "per_rank":
             return f"{atom}[..., 0, :]"

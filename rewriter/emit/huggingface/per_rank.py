@@ -114,7 +114,10 @@ def per_rank_child(program: Program, path: str, inputs: Sequence[bool], needs_pa
     just their total. Raises NotPerRank with the reason where that is not enough.
     """
     walk = _ProjectionWalk(program, path, needs_parts)
-    result = walk.module(program.modules[path], "", [_PER_RANK if differs else _FULL for differs in inputs])
+    results = walk.module(program.modules[path], "", [_PER_RANK if differs else _FULL for differs in inputs])
+    result, *handed_on = results if isinstance(results, tuple) else (results,)
+    if any(value.kind != "full" for value in handed_on):
+        raise NotPerRank("it hands values on to later layers that differ by rank")
     if needs_parts and result.kind != "partial":
         raise NotPerRank("its output is not a sum of the ranks' parts")
     return walk.child
@@ -147,7 +150,8 @@ class _ProjectionWalk:
         self.ranks = program.mesh["tp"]
         self.child = PerRankChild()
 
-    def module(self, module: Module, prefix: str, inputs: Sequence[_Value]) -> _Value:
+    def module(self, module: Module, prefix: str, inputs: Sequence[_Value]) -> _Value | tuple[_Value, ...]:
+        """What the module returns: one value, or several."""
         if isinstance(module, Leaf):
             return self._leaf(module, prefix, inputs[0])
         if not isinstance(module, Body):
@@ -160,17 +164,15 @@ class _ProjectionWalk:
             elif node.op == "get_attr":
                 env[node] = _FULL
             elif node.op == "output":
-                results = {env[n] for n in node.all_input_nodes}
-                if len(results) != 1:
-                    raise NotPerRank(
-                        f"{module.class_name} returns values that are computed per rank beside others that are not"
-                    )
-                return results.pop()
+                returned = args_of(node)[0]
+                return env[returned] if isinstance(returned, fx.Node) else tuple(env[n] for n in returned)
             elif node.op == "call_module":
                 name = str(node.target)
                 inner = f"{prefix}.{name}" if prefix else name
-                env[node] = self.module(module.modules[name], inner, [env[n] for n in node.all_input_nodes])
-            else:
+                made = self.module(module.modules[name], inner, [env[n] for n in node.all_input_nodes])
+                several, env[node] = (made, _FULL) if isinstance(made, tuple) else ((), made)
+                env |= {user: several[args_of(user)[1]] for user in node.users if several}
+            elif node not in env:  # the results of a call are there already
                 env[node] = self._function(node, env, prefix, module)
         raise AssertionError("a graph without output")
 

@@ -31,7 +31,7 @@ def _cut(graph: fx.Graph, modules: Any, made: dict[int, tuple[Body, list[int]]])
         if node.users or node.op == "placeholder":
             continue
         module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if node.target is ops.attention:
+        if node.target is ops.attention and not node.kwargs.get("stored"):  # a reader's keys are there already
             _, k, v, ctx = args_of(node)[:4]
             node.target, node.args, node.kwargs = ops.store_keys, (k, v, ctx), {"slot": node.kwargs["slot"]}
         elif node.target in ops.CACHED:
@@ -63,4 +63,4 @@ def _body(body: Body, made: dict[int, tuple[Body, list[int]]]) -> tuple[Body, li
 
 
 def _stores(module: Module) -> bool:
-    return any(node.target in ops.CACHED for _, node in nodes_inside(module))
+    return any(node.target in ops.CACHED and not node.kwargs.get("stored") for _, node in nodes_inside(module))

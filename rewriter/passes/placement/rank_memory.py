@@ -39,7 +39,8 @@ def memory(program: Program) -> RankMemory:
     size = model_dtype_bytes(program)
     full = sum(math.prod(p.full_shape or p.shape) for p in program.parameters.values())
     local = sum(math.prod(p.shape) for p in program.parameters.values())
-    kept = [(s.layers * s.kv_heads * (s.head_dim + s.value_dim), s.window) for s in attention_shapes(program)]
+    shapes_kept = attention_shapes(program, storing=True)
+    kept = [(s.layers * s.kv_heads * (s.head_dim + s.value_dim), s.window) for s in shapes_kept]
     cache = sum(elements for elements, _ in kept) + _remembered(program, 1000) // 1000
     windowed = sum(elements for elements, window in kept if window is not None)
     shapes, nodes = wiring_shapes(program), program.graph.nodes
@@ -81,7 +82,7 @@ def cache_elements(program: Program, tokens: int) -> int:
         * shape.kv_heads
         * (shape.head_dim + shape.value_dim)
         * -(-min(tokens, shape.window or tokens) // shared)
-        for shape in attention_shapes(program)
+        for shape in attention_shapes(program, storing=True)
     ) + _remembered(program, tokens)
 
 

@@ -255,8 +255,9 @@ def attentions(program: Program) -> Iterator[tuple[str, fx.Node]]:
             yield from ((path, inner) for path, inner in nodes if inner.target is ops.attention)
 
 
-def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
-    """The kinds of attention of a program, as one tensor-parallel rank computes them, with the number of each.
+def attention_shapes(program: Program, storing: bool = False) -> tuple[AttentionShape, ...]:
+    """The kinds of attention of a program, as one tensor-parallel rank computes them, with the number of each; with
+    `storing` only those that keep keys and values, not layers that read another one's.
 
     Heads are a rank's own whether `tensor_parallel` was applied already or not. What that pass leaves replicated has
     all heads, which is known only after it.
@@ -266,6 +267,8 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
     size = model_dtype_bytes(program)
     counts: Counter[AttentionShape] = Counter()
     for _, node in attentions(program):
+        if storing and node.kwargs.get("stored"):
+            continue
         q, k, v = (operand.meta["val"].shape for operand in args_of(node)[:3])
         mask: ops.MaskSpec = node.kwargs["mask"]  # type: ignore[assignment]
         q_heads, kv_heads = int(q[1]), int(k[1])

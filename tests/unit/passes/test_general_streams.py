@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import emitted
 import pytest
 import recursions
 import torch
@@ -15,7 +16,9 @@ from rewriter.check.random_model import build_model, random_ids, randomize, save
 from rewriter.check.reference_modes import reference_of
 from rewriter.check.stream_hooks import decoder_layers
 from rewriter.common.errors import RewriterError
+from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import ops
+from rewriter.ir.communication import collectives
 from rewriter.ir.phases import PromptPhase
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
@@ -247,3 +250,31 @@ def test_ranks_choose_keys_of_their_own(monkeypatch):
                 monkeypatch.setattr(node, "target", exchanged)
     assert relative_error(simulated(sharded, ids, weights), expected) > 1e-4
     assert chosen
+
+
+@pytest.mark.parametrize("name", ["bart", pytest.param("gemma4_text", marks=pytest.mark.slow)])
+def test_the_checkpoint_of_an_own_partial_ladder_computes_what_its_ranks_do(name, scratch):
+    """BART's layers norm at their end what the next one reads; Gemma 4's scale the stream, and share keys."""
+    _, program, weights, ids = case(name, scratch)
+    sharded = applied(tensor_parallel(program, 2), ("ladder", {"variant": "own_partial"}))
+    expected = simulated(sharded, ids, weights)
+    assert relative_error(expected, simulated(program, ids, weights)) > DIFFERENT
+    emitted.write(emit_huggingface(sharded), scratch / name, scratch / f"own_partial_{name}")
+    model = emitted.load(scratch / f"own_partial_{name}").to(torch.float64)
+    assert relative_error(logits(model, ids), expected) < 1e-5
+
+
+def test_ranks_with_several_vectors_of_their_own_have_no_checkpoint(scratch):
+    program = trace(few_layers("hy_v4"))
+    sharded = applied(tensor_parallel(program, 2), ("ladder", {"variant": "own_partial"}))
+    with pytest.raises(RewriterError, match=r"layer 0: .* stream of several vectors .* variant: paper"):
+        emit_huggingface(sharded)
+
+
+def test_a_ladder_hides_sums_where_modules_compute_what_is_carried_on():
+    """Qwen 4 Exp's gates and carried streams come of one module, with projections that wait for the sum as well."""
+    program = trace(few_layers("qwen4_exp_text"))
+    sharded = applied(tensor_parallel(program, 2), ("ladder", {}), OVERLAP)
+    sums = [m for m in collectives(sharded) if m.place == "block"]
+    assert sums
+    assert all(m.hidden for m in sums)
