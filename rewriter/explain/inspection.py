@@ -167,18 +167,20 @@ def _applied(
 
 def _blocks(program: Program) -> list[dict[str, Any]]:
     blocks = [(plan.layer, block) for plan in layer_plans(program) for block in plan.blocks]
-    writers = [f"{block.kind} {layer}" for layer, block in blocks]
+    writers = [f"{'local ' * block.local}{block.kind} {layer}" for layer, block in blocks]
+    local = {block.index for _, block in blocks if block.local}
     own = {block.index + 1 for _, block in blocks if block.ranks_differ}
     return [
         {
             "block": block.index,
             "layer": layer,
             "kind": block.kind,
+            "local": block.local,
             "path": block.path,
             "mode": block.mode.name,
-            "reads": _reads(block, writers, own),
+            "reads": _reads(block, writers, own, local),
             "stale": bool(program.origin) and block.reads != (block.index,),
-            "writes": f"x after {block.kind} {layer}",
+            "writes": f"x after {writers[block.index]}",
             "reductions": [
                 {"place": c.place, "bytes_per_token": c.bytes_per_token, "hidden": c.hidden} for c in block.collectives
             ],
@@ -204,12 +206,14 @@ def _phases(program: Program) -> dict[str, Any] | None:
     }
 
 
-def _reads(block: BlockPlan, writers: Sequence[str], own: Collection[int]) -> str:
-    """The values of the stream that a block reads: whose, and which blocks' writes it does not see yet."""
+def _reads(block: BlockPlan, writers: Sequence[str], own: Collection[int], local: Collection[int]) -> str:
+    """The values of the stream that a block reads: whose, and which blocks' writes it does not see yet. What `local`
+    blocks write is there at once."""
     parts = []
     for value in block.reads:
         base = f"x after {writers[value - 1]}" if value else "the embedding"
-        if missed := ", ".join(writers[value : block.index]):
+        late = [writers[index] for index in range(value, block.index) if index not in local]
+        if missed := ", ".join(late):
             but = ", but for this rank's part" if block.own_part else ""
             base += f" (stale: misses {missed}{but})"
         whose = "this rank's own " if value in own else ""

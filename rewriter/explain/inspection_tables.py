@@ -117,7 +117,7 @@ def _row(block: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
         return re.sub(named, lambda m: f"{m[1]} i{int(m[2]) - layer:+d}".removesuffix("+0"), text)
 
     return {
-        "kind": block["kind"],
+        "kind": ("local " if block["local"] else "") + block["kind"],
         "reads": words(block["reads"]),
         "reduction": _reduction(block),
         "bytes": f"{sum(r['bytes_per_token'] for r in block['reductions']):,}" if block["reductions"] else "–",

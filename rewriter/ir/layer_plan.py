@@ -6,6 +6,7 @@ made from it; what a block's mode means, its pass alone declares (`rewriter.ir.m
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -35,8 +36,9 @@ class BlockPlan:
     `path` is its main module, `name` that in the layer. `index`: the block writes stream value index + 1. `late`: how
     many blocks before its own place the stream values stand that it reads (0: the newest). `own_part`: with what its
     rank has added since. `ranks_differ`: after the block, ranks hold different values of the stream. `reduction` is
-    what becomes of the sum over ranks, "none" on one device; `meanwhile` is how many blocks compute between its start
-    and its wait. `split`: "split", "split in part" or "replicated" over the ranks, "one device" on one.
+    what becomes of the sum over ranks, "none" on one device and of a `local` block. `meanwhile` is how many blocks
+    compute between its start and its wait. `split`: "split", "split in part" or "replicated" over the ranks, "one
+    device" on one.
     """
 
     name: str
@@ -52,6 +54,7 @@ class BlockPlan:
     meanwhile: int
     split: str
     collectives: tuple[Collective, ...]
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class _Planner:
             meanwhile=self.meanwhile.get(block.index, 0),
             split=split if self.program.mesh else "one device",
             collectives=mine,
+            local=block.local,
         )
 
 
@@ -218,7 +222,8 @@ def _said(node: fx.Node, newest: int, local: set[fx.Node]) -> str:
         return f"{name}'s sum, on its way"
     if node.target in (ops.all_reduce, ops.all_reduce_wait):
         return f"{name}'s sum"
-    return f"{own}{name}" if node.op == "call_module" else f"{own}part of x"
+    made_by = node.op == "call_module" or node.target is operator.getitem  # gates, streams that a module carries on
+    return f"{own}{name}" if made_by else f"{own}part of x"
 
 
 # --- the tensors of a layer

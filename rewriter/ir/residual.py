@@ -15,7 +15,7 @@ from torch import fx
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of, nodes_inside, ops, reachable
-from rewriter.ir.marks import STANDARD, Mode, in_stream, layer_of, marks, stream_index
+from rewriter.ir.marks import STANDARD, Mode, block_of, in_stream, layer_of, marks, stream_index
 from rewriter.ir.op_semantics import data_of, function_of
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
@@ -184,12 +184,21 @@ def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKin
             kinds.setdefault("mixer", node)
         elif has_projection(module):
             kinds.setdefault("mlp", node)
-    if "attention" in kinds and {"moe", "mlp"} & kinds.keys():
+    if "attention" in kinds and _beside(kinds["attention"], [n for k, n in kinds.items() if k in ("moe", "mlp")]):
         return "parallel", kinds["attention"]
     for kind in ("attention", "mixer", "moe", "mlp"):
         if kind in kinds:
             return kind, kinds[kind]
     return "mixer", calls[-1]
+
+
+def _beside(attention: fx.Node, others: Iterable[fx.Node]) -> bool:
+    """True if some other call neither reads what attention makes (its projection does, where a layer calls that by
+    itself, as BERT's) nor makes what attention reads."""
+    index = block_of(attention)
+    after = {*reachable([attention], lambda n: (u for u in n.users if block_of(u) == index))}
+    before = {*reachable([attention], lambda n: (s for s in n.all_input_nodes if block_of(s) == index))}
+    return any(node not in after and node not in before for node in others)
 
 
 def attends(module: Module) -> bool:

@@ -208,7 +208,7 @@ class _HuggingFaceLayers:
             self.form[node] = self._form(node)
             if self.streams and self.form[node] == "per_rank" and marks(node).reads is not None:
                 raise RewriterError(
-                    f"layer {layer_of(node)}: its {self.ranks} ranks cannot run on one device in the source's own code: "
+                    f"layer {layer_of(node)}: its {self.ranks} ranks cannot run on one device in the source's code: "
                     "each reads a stream of several vectors with a part of its own, and modules of the source mix all "
                     "vectors of a token. `rewriter.simulate` and the sharded runtime compute them; use ladder's "
                     "variant: paper"

@@ -19,6 +19,7 @@ from repository import ROOT
 from rich.console import Console
 from transformers import AutoModelForImageTextToText, LlamaConfig
 
+from rewriter.check.coverage.configs import small_config
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.explain.inspection import inspect
@@ -43,6 +44,20 @@ def test_a_ladder_hides_every_reduction_but_the_last() -> None:
     assert [b["stale"] for b in found["blocks"]] == [False] + [True] * 7
     assert [b["reductions"][0]["hidden"] for b in found["blocks"]] == [True] * 7 + [False]
     assert {b["on_ranks"] for b in found["blocks"]} == {"split"}
+
+
+def test_blocks_are_named_by_what_they_are() -> None:
+    """BERT's attention has its projection in a module beside it, which is no MLP; GPT-J's MLP is beside attention."""
+    kinds = {name: {b["kind"] for b in inspect(small_config(name)).data["blocks"]} for name in ("bert", "gptj")}
+    assert kinds == {"bert": {"attention", "mlp"}, "gptj": {"parallel"}}
+
+
+def test_what_every_rank_computes_is_local_and_never_missed() -> None:
+    """Gemma 4's embeddings per layer are a block without a sum: what it adds is there at once."""
+    inspection = inspect(small_config("gemma4_text"), "ladder", 2)
+    attention = next(b for b in inspection.data["blocks"] if (b["layer"], b["kind"]) == (1, "attention"))
+    assert attention["reads"] == "x after attention 0 (stale: misses mlp 0)"
+    assert re.search(r"local mlp +x after attention i \(stale: misses mlp i\) +none", printed(inspection))
 
 
 def test_bytes_per_token_are_payloads() -> None:

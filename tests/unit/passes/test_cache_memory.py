@@ -12,10 +12,14 @@ import torch
 import zoo
 
 from rewriter.adapt.self_written import STREAMS, parts_at_once
+from rewriter.check.coverage.configs import small_config
+from rewriter.check.random_model import build_model, random_ids
 from rewriter.common.cache_names import cache_of
+from rewriter.emit.module.keys import keys_alone
 from rewriter.passes.placement.rank_memory import cache_elements
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
+from rewriter.tracing import trace
 
 TOKENS = 8  # fewer than any window
 
@@ -27,6 +31,21 @@ def test_a_program_keeps_as_much_as_the_model_does(family: str) -> None:
     held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert held > 0
     assert 2 * cache_elements(programs.traced(family), TOKENS) == held
+
+
+@torch.no_grad()
+def test_keys_that_layers_share_are_kept_once() -> None:
+    """As transformers keeps them; a method that stores keys alone calls no layer that reads another one's."""
+    config = small_config("gemma4_text")
+    model, program = build_model(config), trace(config)
+    cache = cache_of(model(random_ids(config, TOKENS), use_cache=True))
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers if layer.keys is not None)
+    assert 2 * cache_elements(program, TOKENS) == held
+    storing = config.num_hidden_layers - config.num_kv_shared_layers
+    assert 0 < storing < config.num_hidden_layers
+    called = {str(node.target) for node in keys_alone(program)[0].graph.nodes if node.op == "call_module"}
+    layers = [i for i in range(config.num_hidden_layers) if any(f"layers.{i}.self_attn" in path for path in called)]
+    assert layers == list(range(storing))
 
 
 def test_windows_keep_no_more_than_their_size() -> None:

@@ -278,3 +278,19 @@ def test_a_ladder_hides_sums_where_modules_compute_what_is_carried_on():
     sums = [m for m in collectives(sharded) if m.place == "block"]
     assert sums
     assert all(m.hidden for m in sums)
+
+
+@pytest.mark.parametrize("name", ["bart", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma4_text", "hy_v4"))])
+def test_prompts_alone_are_rewired(name, scratch):
+    """Exact tokens at both ends see keys of rewired ones, and rewired tokens those of exact ones."""
+    model, program, weights, ids = case(name, scratch)
+    ladder = Ladder(phase="prompt", exact_tail=3, exact_head=2)
+    sharded = applied(tensor_parallel(program, 2), ("ladder", {"phase": "prompt", "exact_tail": 3, "exact_head": 2}))
+    rewired = PromptPhase(3, 2).rewired(ids.shape[1]).expand(len(ids), -1)
+    reference = reference_of(sharded, [ladder])
+    expected = reference.logits(model, ids, rewired=rewired)
+    for other in (reference_of(sharded, [Ladder()]).logits(model, ids), logits(model, ids)):
+        assert relative_error(expected, other) > DIFFERENT
+    with torch.no_grad():
+        actual = simulate(both_wirings(sharded), ids, weights=weights, rewired=rewired)
+    assert relative_error(actual, expected) < 1e-5
