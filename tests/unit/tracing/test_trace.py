@@ -190,7 +190,7 @@ def test_alike_layers_share_their_bodies() -> None:
 def test_an_attention_keyword_that_is_not_known_is_refused() -> None:
     q = torch.empty(1, 2, 3, 4, device="meta")
     skeleton = build_skeleton(zoo.config("llama"))
-    with lifted_interfaces(skeleton.model), pytest.raises(RewriterError, match="position_bias"):
-        lifted_attention(skeleton.model, q, q, q, q, position_bias=q)
+    with lifted_interfaces(skeleton.model), pytest.raises(RewriterError, match="score_mod"):
+        lifted_attention(skeleton.model, q, q, q, q, score_mod=q)
     with pytest.raises(RewriterError, match="instead of the mask"):
         lifted_attention(skeleton.model, q, q, q, None)
