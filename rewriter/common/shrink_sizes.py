@@ -115,7 +115,11 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> d
     new |= dict.fromkeys(_integers(data, HEAD_SIZES), head_size)
     if isinstance(data.get("qk_rope_head_dim"), int):
         new |= {n: min(data[n], size) for n, size in LATENT.items() if isinstance(data.get(n), int)}
-        new |= {"head_dim": new["qk_rope_head_dim"]} if "head_dim" in data else {}
+        fraction = data.get("partial_rotary_factor")
+        if isinstance(fraction, float) and fraction * (data.get("head_dim") or 0) == data["qk_rope_head_dim"]:
+            new["head_dim"] = int(new["qk_rope_head_dim"] / fraction)
+        elif "head_dim" in data:
+            new["head_dim"] = new["qk_rope_head_dim"]
     inner, size = data.get("attention_hidden_size"), data.get("attention_head_dim")
     if isinstance(inner, int) and inner % hidden == 0:  # attention reads something beside the stream
         new["attention_hidden_size"] = inner // hidden * width

@@ -24,7 +24,7 @@ from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.image_features import joined_layers
 from rewriter.tracing.interception import lifted_interfaces, replaced_forward
-from rewriter.tracing.key_blocks import modules_of_blocks
+from rewriter.tracing.key_blocks import masks_of_chosen, modules_of_blocks
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.mixer_functions import lifted_mixers
@@ -150,6 +150,7 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], _Layers]:
         rotary_by_length(skeleton.model, skeleton.buffers),
         lifted_interfaces(skeleton.model),
         replaced_forward({module: forward for each in written for module, forward in each.items()}),
+        masks_of_chosen(skeleton.model, of_blocks),
         lifted_mixers(skeleton.model),
         dynamic_masks(skeleton.model),
     ):

@@ -1,20 +1,24 @@
 """Modules that attend to blocks of tokens, as operators of `rewriter.ir.key_blocks`.
 
 DeepSeek V4's compressors give attention a key for each block, and an indexer chooses among them; Qwen's block-sparse
-indexer chooses blocks whose tokens are seen. Each keeps half-finished blocks in a cache of its own kind and loops or
-branches over them. What is recorded in their place is written here, in the operators, and used where it gives the
-values of the module, of random weights: the operators themselves are a cache's too.
+indexer and GLM's of pools choose blocks whose tokens are seen. Each keeps half-finished blocks in a cache of its own
+kind and loops or branches over them. What is recorded in their place is written here, in the operators, and used where
+it gives the values of the module, of random weights: the operators themselves are a cache's too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from rewriter.ir import args_of, ops
@@ -160,6 +164,27 @@ def _block_indexer(module: Any, x: Tensor, position_embeddings: tuple[Tensor, Te
     return does.tokens_seen(does.top(scores, module.block_topk, size), size)
 
 
+def _pool_indexer(module: Any, x: Tensor, q_residual: Tensor, does: _Recording) -> Tensor:
+    """The blocks that are chosen, [B, S, n]: GLM 5.3's indexer of pools, of which the last, unfinished one is seen."""
+    size = module.index_kpool
+    gate = F.linear(x, module.index_kpool_compress_gate).float()
+    pool = (module.k_norm(module.wk(x)), gate, module.index_kpool_compress_ape.float())
+    keys = does.remember(does.pool(*pool, size=size, pooling="softmax"), size)
+    q = module.wq_b(q_residual).unflatten(-1, (module.n_heads, module.head_dim)).float()
+    scores = torch.relu(q @ keys.float().transpose(1, 2).unsqueeze(1) * module.softmax_scale)
+    weights = module.weights_proj(x).float() * module.n_heads**-0.5
+    return does.top((weights.unsqueeze(2) @ scores).squeeze(2), module.index_topk // size, size)
+
+
+def _mask_of_chosen(topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
+    """What is added to scores, [B, 1, S, T], where an attention module makes it of the blocks that were chosen."""
+    batch, _, queries, _ = query_states.shape
+    anchor = query_states.new_zeros(batch, queries, kv_length, dtype=torch.bool)
+    causal = _traced.mask(anchor, "causal", None, query_states.dtype)
+    seen = _Recording().tokens_seen(topk_indices, _sizes_of_blocks.get())
+    return causal.masked_fill(~seen, torch.finfo(query_states.dtype).min)
+
+
 def _rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first channels of x, as many as `cos` has, rotated by halves."""
     turned, still = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -170,6 +195,9 @@ def _rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- which modules these are -----------------------------------------------------------------------------------------
 
 _COMPRESSOR = ("kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary_emb", "compress_rate", "head_dim")
+_POOL_INDEXER = ("index_kpool", "index_kpool_compress_gate", "index_kpool_compress_ape", "wq_b", "wk", "k_norm")
+_MASK_OF_CHOSEN = "build_attention_mask_from_topk"  # the method of an attention module
+_sizes_of_blocks: ContextVar[int] = ContextVar("sizes_of_blocks")
 _CHOSEN = {"index_topk", "block_topk"}  # how many blocks are chosen; of the compared, fewer than there are
 _BLOCK_INDEXER = ("index_qk_proj", "q_layernorm", "k_layernorm", "compress_ratio", "block_topk", "index_kv_heads")
 
@@ -193,7 +221,25 @@ def _written(module: nn.Module) -> Callable[[Any, _Recording], Callable[..., Any
         return lambda of, does: lambda x, q, position_ids, *_: _compressor(of, x, q, position_ids, does)
     if all(hasattr(module, name) for name in _BLOCK_INDEXER):
         return lambda of, does: lambda x, position_embeddings, *_: _block_indexer(of, x, position_embeddings, does)
+    if all(hasattr(module, name) for name in _POOL_INDEXER):
+        return lambda of, does: lambda hidden_states, q_resid, **_: _pool_indexer(of, hidden_states, q_resid, does)
     return None
+
+
+@contextlib.contextmanager
+def masks_of_chosen(model: nn.Module, of_blocks: Collection[nn.Module]) -> Iterator[None]:
+    """Within it, attention modules that make a mask of the tokens that an indexer chose make it of the blocks."""
+    sizes = {int(m.index_kpool) for m in of_blocks if hasattr(m, "index_kpool")}  # type: ignore[arg-type]
+    if len(sizes) != 1:
+        yield
+        return
+    token = _sizes_of_blocks.set(sizes.pop())
+    with contextlib.ExitStack() as stack:
+        stack.callback(_sizes_of_blocks.reset, token)
+        for module in model.modules():
+            if hasattr(module, _MASK_OF_CHOSEN):
+                stack.enter_context(mock.patch.object(module, _MASK_OF_CHOSEN, _mask_of_chosen))
+        yield
 
 
 def _sizes(module: nn.Module) -> list[Any]:
@@ -208,7 +254,7 @@ def _agrees(module: nn.Module, written: Callable[[Any, _Recording], Callable[...
         real = copy.deepcopy(module).to_empty(device="cpu").float()
         for part in real.modules():
             for name in _CHOSEN & vars(part).keys():
-                setattr(part, name, 2)
+                setattr(part, name, 2 * getattr(part, "index_kpool", 1))
         for tensor in (*real.parameters(), *real.buffers()):
             tensor.data = torch.rand(tensor.shape, generator=draw) / math.sqrt(tensor.shape[-1])
         with torch.no_grad(), torch.device("cpu"):
@@ -218,7 +264,7 @@ def _agrees(module: nn.Module, written: Callable[[Any, _Recording], Callable[...
 
 
 def _same(real: Any, own: Callable[..., Any], draw: torch.Generator, blocks: int) -> bool:
-    size = getattr(real, "compress_rate", None) or real.compress_ratio
+    size = next(getattr(real, n) for n in ("compress_rate", "compress_ratio", "index_kpool") if hasattr(real, n))
     tokens = blocks * size + size - 1
 
     def drawn(*shape: int) -> Tensor:
@@ -233,6 +279,12 @@ def _same(real: Any, own: Callable[..., Any], draw: torch.Generator, blocks: int
         if keys.shape[2] != blocks or not torch.allclose(own_keys[:, :, :blocks], keys, rtol=1e-4, atol=1e-5):
             return False
         return added is None or torch.equal(seen[..., :blocks], added.expand(2, -1, -1, -1) == 0)
+    if hasattr(real, "index_kpool"):
+        x, q = drawn(2, tokens, real.wk.in_features), drawn(2, tokens, real.wq_b.in_features)
+        chosen = real(x, q, torch.ones(2, tokens, dtype=torch.bool), None).long()
+        columns = torch.zeros(2, tokens, tokens + 1, dtype=torch.bool)
+        seen = columns.scatter(2, chosen.where(chosen >= 0, torch.tensor(tokens)), True)[:, None, :, :-1]
+        return torch.equal(_Computing().tokens_seen(own(x, q), size) & causal, seen)
     x = drawn(2, tokens, real.index_qk_proj.in_features)
     angles = torch.arange(tokens)[:, None] * torch.rand(real.index_head_dim // 2, generator=draw)
     angles = torch.cat([angles, angles], -1).expand(2, -1, -1)

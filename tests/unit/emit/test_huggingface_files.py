@@ -65,7 +65,10 @@ def test_the_header_says_what_made_the_file_from_what() -> None:
     program = emitted.ladder("llama", "upper-half").with_(recipe={"name": "ladder-upper-half"})
     text = emitted.modeling(program)
     assert "(recipe ladder-upper-half) from a llama checkpoint" in text
-    assert "ladder(layers=[2, 3], variant='paper', coefficients='fresh'): 4 of 8 blocks read the stream one block earlier" in text
+    assert (
+        "ladder(layers=[2, 3], variant='paper', coefficients='fresh'): 4 of 8 blocks read the stream one block earlier"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
