@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -176,12 +176,12 @@ def _pool_indexer(module: Any, x: Tensor, q_residual: Tensor, does: _Recording) 
     return does.top((weights.unsqueeze(2) @ scores).squeeze(2), module.index_topk // size, size)
 
 
-def _mask_of_chosen(topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
+def _mask_of_chosen(size: int, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
     """What is added to scores, [B, 1, S, T], where an attention module makes it of the blocks that were chosen."""
     batch, _, queries, _ = query_states.shape
     anchor = query_states.new_zeros(batch, queries, kv_length, dtype=torch.bool)
     causal = _traced.mask(anchor, "causal", None, query_states.dtype)
-    seen = _Recording().tokens_seen(topk_indices, _sizes_of_blocks.get())
+    seen = _Recording().tokens_seen(topk_indices, size)
     return causal.masked_fill(~seen, torch.finfo(query_states.dtype).min)
 
 
@@ -197,7 +197,6 @@ def _rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _COMPRESSOR = ("kv_proj", "gate_proj", "position_bias", "kv_norm", "rotary_emb", "compress_rate", "head_dim")
 _POOL_INDEXER = ("index_kpool", "index_kpool_compress_gate", "index_kpool_compress_ape", "wq_b", "wk", "k_norm")
 _MASK_OF_CHOSEN = "build_attention_mask_from_topk"  # the method of an attention module
-_sizes_of_blocks: ContextVar[int] = ContextVar("sizes_of_blocks")
 _CHOSEN = {"index_topk", "block_topk"}  # how many blocks are chosen; of the compared, fewer than there are
 _BLOCK_INDEXER = ("index_qk_proj", "q_layernorm", "k_layernorm", "compress_ratio", "block_topk", "index_kv_heads")
 
@@ -237,15 +236,11 @@ def _written(module: nn.Module) -> Callable[[Any, _Recording], Callable[..., Any
 def masks_of_chosen(model: nn.Module, of_blocks: Collection[nn.Module]) -> Iterator[None]:
     """Within it, attention modules that make a mask of the tokens that an indexer chose make it of the blocks."""
     sizes = {int(m.index_kpool) for m in of_blocks if hasattr(m, "index_kpool")}  # type: ignore[arg-type]
-    if len(sizes) != 1:
-        yield
-        return
-    token = _sizes_of_blocks.set(sizes.pop())
     with contextlib.ExitStack() as stack:
-        stack.callback(_sizes_of_blocks.reset, token)
-        for module in model.modules():
+        for module in model.modules() if len(sizes) == 1 else ():
             if hasattr(module, _MASK_OF_CHOSEN):
-                stack.enter_context(mock.patch.object(module, _MASK_OF_CHOSEN, _mask_of_chosen))
+                mask = functools.partial(_mask_of_chosen, next(iter(sizes)))
+                stack.enter_context(mock.patch.object(module, _MASK_OF_CHOSEN, mask))
         yield
 
 
