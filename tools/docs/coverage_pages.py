@@ -1,26 +1,28 @@
 """The pages docs/results/coverage.md and coverage_reasons.md: `rewrite coverage`, and the variants of every type.
 
-    python tools/docs/coverage_pages.py docs/results [TYPE ...]
+    python tools/docs/coverage_pages.py docs/results [TYPE ...] [--rows FILE]
     python tools/docs/coverage_pages.py docs/results --images [TYPE ...]    # coverage_images.md: types that take images
 
-Without types it tries all, and writes how many the main job works on into README.md and docs/concepts/limits.md. A
-variant is a type's small config with one switch thrown that changes what the forward computes. Switches are found,
-not listed: booleans, the words that the config's class allows for a setting (`Literal`), and the activation, as far as
-the model's code reads them.
+Without types it tries all, which takes hours (`--rows` continues a run that was stopped), and writes how many the main
+job works on into README.md and docs/concepts/limits.md. A variant is a type's small config with one switch thrown that
+changes what the forward computes. Switches are found, not listed: booleans, the words that the config's class allows
+for a setting (`Literal`), and the activation, as far as the model's code reads them.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import inspect
+import json
 import os
 import re
 import shutil
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -315,16 +317,33 @@ def _plain(text: str) -> str:
     return text
 
 
+def checked(names: Sequence[str], with_images: bool, kept: Path | None) -> list[Coverage]:
+    """The rows of `names`, by type; those that the file `kept` has (JSON lines) are not checked again, others are
+    added to it as they become ready."""
+    tried, kind = (images.check_images, images.ImageCoverage) if with_images else (check, VariedCoverage)
+    known = [kind(**json.loads(line)) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
+    rows = {row.type: row for row in known if row.type in names}
+    waiting = [name for name in names if name not in rows]
+    for row in pool.run(waiting, tried, jobs=os.cpu_count() or 1, limit=LIMIT, kind=kind):
+        rows[row.type] = row
+        if kept:
+            with kept.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+    return [rows[name] for name in sorted(rows)]
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--images", action="store_true", help="types that take images")
+    parser.add_argument("--rows", type=Path, help="keeps the rows that are done, so that a run can be continued")
+    given = parser.parse_args()
     # read when torch and transformers are imported, in the processes that check: as `rewrite coverage` sets them
     with scratch_folder("coverage") as scratch:
         os.environ |= {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        with_images = sys.argv[2:3] == ["--images"]
-        chosen = require_registered(sys.argv[2 + with_images :], with_images)
-        tried, kind = (images.check_images, images.ImageCoverage) if with_images else (check, VariedCoverage)
-        done = pool.run(chosen, tried, jobs=os.cpu_count() or 1, limit=LIMIT, kind=kind)
-        rows = sorted(done, key=lambda row: row.type)
-    for name, text in (image_pages if with_images else pages)(rows).items():
-        Path(sys.argv[1], name).write_text(text, encoding="utf-8")
-    if len(sys.argv) == 2:
+        rows = checked(require_registered(given.types, given.images), given.images, given.rows)
+    for name, text in (image_pages if given.images else pages)(rows).items():
+        Path(given.folder, name).write_text(text, encoding="utf-8")
+    if not given.images and not given.types:
         write_number(rows, Path(__file__).resolve().parents[2])
