@@ -370,7 +370,7 @@ def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     if leaf.kind.endswith("Conv1D"):
         out = x @ weight
         return out if bias is None else out + bias
-    if leaf.kind == "Embedding":
+    if leaf.kind in ("Embedding", "OffloadedEmbedding"):
         return F.embedding(x, weight, leaf.options.get("padding_idx"))
     if leaf.kind == "LayerNorm":
         return F.layer_norm(x, (leaf.options["normalized_shape"],), weight, bias, leaf.options["eps"])

@@ -16,7 +16,10 @@ from rewriter.ir.marks import marks
 
 @dataclass(frozen=True)
 class State:
-    """The state that one call keeps per row of a batch, on a rank: `shape`, in fp32 or in the model's dtype."""
+    """The state that one call keeps per row of a batch, on a rank: `shape`, in fp32 or in the model's dtype.
+
+    Token ids are kept in fp32, which holds them up to 16,777,216.
+    """
 
     shape: tuple[int, ...]
     fp32: bool
@@ -36,7 +39,8 @@ def state_of(node: fx.Node) -> State:
     else:
         count, *rest = _SHAPES[node.target](sizes)
     local = marks(node).local_channels
-    fp32 = node.target not in (ops.causal_conv, ops.preceded)
+    floating = value_of(args_of(node)[0]).dtype.is_floating_point
+    fp32 = node.target not in (ops.causal_conv, ops.preceded) or not floating
     return State((count if local is None else local, *rest), fp32)
 
 

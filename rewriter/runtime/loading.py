@@ -31,6 +31,7 @@ from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.collectives.small_sums import connect_small_sums
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
+from rewriter.runtime.parallel import OffloadedEmbedding
 from rewriter.weights.references import RankWeights
 from rewriter.weights.stored_weight import StoredWeight
 from rewriter.weights.streaming import stream_parameters
@@ -306,7 +307,8 @@ def fill(
 ) -> None:
     """Give `model` the tensors of `weights`, by name, without a copy on the CPU, and move its constants.
 
-    With `stream`, parameters are read at every access: see `rewriter.weights.streaming`.
+    With `stream`, parameters are read at every access: see `rewriter.weights.streaming`. Weights of
+    `OffloadedEmbedding`s are on the CPU.
 
     A parameter with several names (tied weights) may have any of them in `weights`, and stays one parameter. With
     `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`, nor to less than fp32
@@ -332,7 +334,10 @@ def fill(
     casts = {name: kept.get(name, dtype if weights.dtype(name).is_floating_point else None) for name in chosen.values()}
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     now = {name: first for first, name in chosen.items() if not (stream and first in trained)}
-    tensors = weights.read({name: casts[name] for name in now}, device, keep_quantized)
+    on_host = {f"{path}.weight" for path, m in model.named_modules() if isinstance(m, OffloadedEmbedding)}
+    tensors = {}
+    for where, names in ((device, now.keys() - on_host), ("cpu", now.keys() & on_host)):
+        tensors |= weights.read({name: casts[name] for name in now if name in names}, where, keep_quantized)
     state = {now[name]: tensor for name, tensor in tensors.items()}
     # One Parameter object for all names of a tied weight: with assign=True torch would make one for each.
     parameters = {name: nn.Parameter(tensor, trained[name]) for name, tensor in state.items() if name in trained}

@@ -171,6 +171,18 @@ class VocabParallelEmbedding(nn.Embedding):
         return f"{super().extra_repr()}, first_index={self.first_index}"
 
 
+class OffloadedEmbedding(nn.Embedding):
+    """An embedding whose table stays in the host's memory: ids go there and rows come back.
+
+    `load` leaves its weight on the CPU, where it is a view of the mapped file that ranks of one host share, unless a
+    dtype is asked for that is not the file's.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = F.embedding(input.to(self.weight.device), self.weight, self.padding_idx)
+        return rows.to(input.device)
+
+
 def vocab_embedding(ids: Tensor, weight: Tensor, group: ProcessGroup | None, padding_idx: int | None = None) -> Tensor:
     """`VocabParallelEmbedding` as a function, for embeddings that do more than look up (Gemma's scaled ones)."""
     return _rows(ids, weight, group_rank(group) * weight.shape[0], padding_idx)

@@ -22,6 +22,7 @@ from rewriter.ir import LayerSource, Module, Parameter, Program, Source, paramet
 from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
+from rewriter.tracing.hashed_tokens import hashed_tokens
 from rewriter.tracing.image_features import joined_layers
 from rewriter.tracing.interception import lifted_interfaces, replaced_forward
 from rewriter.tracing.key_blocks import masks_of_chosen, modules_of_blocks
@@ -144,7 +145,7 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], _Layers]:
     # an error of a model's own code on meta tensors is the model's limit, not a crash
     hint = ". Its forward does something that needs values or a call form this version does not know."
     of_blocks = modules_of_blocks(skeleton.model)
-    written = (*(find(skeleton.model) for find in (written_experts, written_mixers, relative_logits)), of_blocks)
+    written = (*(find(skeleton.model) for find in _WRITTEN), of_blocks)
     with (
         refused(f"{type(skeleton.model).__name__} cannot be traced", hint),
         rotary_by_length(skeleton.model, skeleton.buffers),
@@ -162,6 +163,9 @@ def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], _Layers]:
     absent = tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers)
     known = [any(part in of_blocks for part in layer.modules()) for layer in skeleton.layers]
     return graph, modules, _Layers(absent, tuple(map(tracer.returned, skeleton.layers)), known)
+
+
+_WRITTEN = (written_experts, written_mixers, relative_logits, hashed_tokens)  # by module, the forward that is traced
 
 
 def _source(seen: _Layers, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:

@@ -264,6 +264,8 @@ def as_leaf(module: nn.Module) -> Leaf | None:
         options = dict(num_embeddings=module.num_embeddings, embedding_dim=module.embedding_dim)
         if module.padding_idx is not None:  # its row has no gradient
             options["padding_idx"] = module.padding_idx
+        if getattr(module, "offloaded", False):
+            return Leaf("OffloadedEmbedding", options, parameters)
     elif kind is nn.LayerNorm:
         sizes: Any = module.normalized_shape
         options = dict(normalized_shape=sizes[0], eps=module.eps)

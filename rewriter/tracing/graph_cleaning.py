@@ -23,6 +23,7 @@ from rewriter.ir.op_semantics import argument, aten, function_of, kind_of, named
 from rewriter.tracing.interception import base_name, layer_number, variant_name
 from rewriter.tracing.key_blocks import conversions
 from rewriter.tracing.meta_model import TRACE_DTYPE
+from rewriter.tracing.token_mixing import tokens_beyond
 
 _traced = torch.ops.rewriter_trace
 
@@ -283,12 +284,20 @@ def _is_no_op(node: fx.Node) -> bool:
         return args_of(node)[1] == 0.0 or args_of(node)[2] is False
     if node.target is aten.slice.Tensor:
         start, end, step = (argument(node, name) for name in ("start", "end", "step"))
-        return start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62))
+        whole = start in (0, None) or (isinstance(start, fx.Node) and _keeps_tokens(node))
+        return whole and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62))
     if kind_of(node) == "cast" and "dtype" in named_arguments(node.target, node.args, node.kwargs):
         wanted, value = _cast_dtype(node), args_of(node)[0].meta.get("val")
         # a cast of a float32 value to float32 is the identity for every dtype of a model; one from the model's is not
         return wanted is None or (value is not None and value.dtype == wanted)
     return False
+
+
+def _keeps_tokens(node: fx.Node) -> bool:
+    """True for the last n tokens of n."""
+    sizes = [n.meta["val"].shape[argument(node, "dim")] for n in (args_of(node)[0], node)]
+    before, after = map(tokens_beyond, sizes)
+    return before is not None and before == after
 
 
 def _is_times_one(node: fx.Node) -> bool:

@@ -133,6 +133,10 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
         model = build_on_meta(config, torch.float32, trust_remote_code=trust_remote_code, **_EAGER)
     model.eval()
     model.config.dtype = declared
+    left = tuple(getattr(model, "_no_placement_params", None) or ())  # what transformers does not move to a device
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and f"{name}.weight".endswith(left):
+            vars(module)["offloaded"] = True
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     made_alike, declared = _dtypes_as_built(config, trust_remote_code)
     for name, parameter in model.named_parameters():

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from transformers import DynamicCache, PreTrainedModel
 
 from rewriter.common.cache_names import cache_argument
@@ -234,6 +235,21 @@ def _compares_ids(model: PreTrainedModel, layers: list[nn.Module], inputs: dict[
     return mode.compared
 
 
+class _OnMeta(TorchFunctionMode):
+    """Takes tensors of the CPU to meta where an operator refuses them beside tensors on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:
+            devices = {x.device.type for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)}
+            if devices != {"cpu", "meta"}:
+                raise
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), given)
+            return func(*args, **kwargs)
+
+
 def absent_arguments(
     model: PreTrainedModel, layers: list[nn.Module], example: Mapping[str, torch.Tensor]
 ) -> dict[nn.Module, dict[str, None]]:
@@ -307,6 +323,7 @@ def _runs(
         with (
             replaced_forward({layer: functools.partial(forward, length, layer) for layer in layers}),
             torch.no_grad(),
+            _OnMeta(),
         ):
             try:
                 model(**inputs)

@@ -317,13 +317,13 @@ def _loops(calls: list[tuple[int, str, tuple[int, ...], str]], layers: str) -> l
 
 
 _RUNTIME_NAMES = (
-    "ColumnParallelConv1D", "ColumnParallelLinear", "Conv1D", "MaskSpec", "PerRankConv1D", "PerRankLayerNorm",
-    "PerRankLinear", "PromptPhase", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis",
-    "SequencePlan", "Shared", "SlotSpec", "StateSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce",
-    "all_reduce_start", "all_reduce_wait", "attention", "block_starts", "causal_conv", "copy_to_group", "delta_rule",
-    "experts", "fork", "gather_tokens", "last_tokens", "linear_scan", "own_ranges", "own_shard", "pool_blocks",
-    "preceded", "remember", "remember_blocks", "repeat_shard", "selective_scan", "shard_tokens", "shared_gradient",
-    "state_space", "store_keys", "top_keys", "vocab_embedding",
+    "ColumnParallelConv1D", "ColumnParallelLinear", "Conv1D", "MaskSpec", "OffloadedEmbedding", "PerRankConv1D",
+    "PerRankLayerNorm", "PerRankLinear", "PromptPhase", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel",
+    "SequenceAxis", "SequencePlan", "Shared", "SlotSpec", "StateSpec", "VocabParallelEmbedding", "agreed", "all_gather",
+    "all_reduce", "all_reduce_start", "all_reduce_wait", "attention", "block_starts", "causal_conv", "copy_to_group",
+    "delta_rule", "experts", "fork", "gather_tokens", "last_tokens", "linear_scan", "own_ranges", "own_shard",
+    "pool_blocks", "preceded", "remember", "remember_blocks", "repeat_shard", "selective_scan", "shard_tokens",
+    "shared_gradient", "state_space", "store_keys", "top_keys", "vocab_embedding",
 )  # fmt: skip
 
 

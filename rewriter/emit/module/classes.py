@@ -211,7 +211,8 @@ def leaf_constructor(leaf: Leaf) -> str:
         return f"{prefix}{leaf.kind}({sizes[0]}, {sizes[1]}{extra})"
     if leaf.kind.endswith("Embedding"):
         padding = f", padding_idx={o['padding_idx']}" if "padding_idx" in o else ""
-        prefix, group = ("", ", group=tp") if leaf.kind == "VocabParallelEmbedding" else ("nn.", "")
+        prefix = "nn." if leaf.kind == "Embedding" else ""
+        group = ", group=tp" if leaf.kind == "VocabParallelEmbedding" else ""
         return f"{prefix}{leaf.kind}({o['num_embeddings']}, {o['embedding_dim']}{padding}{group})"
     if leaf.kind == "LayerNorm":
         return f"nn.LayerNorm({o['normalized_shape']}, eps={o['eps']})"

@@ -66,7 +66,10 @@ def place_call(state: PlacementState, node: fx.Node, exits: Collection[fx.Node])
             _lend_dtype(state, node, module)
     elif node in state.sharded or source in state.sharded:
         if not isinstance(module, Body):
-            raise Unsplittable(f"{path} ({getattr(module, 'kind', module)}) normalises over split channels")
+            kind = getattr(module, "kind", module)
+            if kind == "OffloadedEmbedding":
+                raise Unsplittable(f"{path} looks up in the host's memory, from ids that every rank has")
+            raise Unsplittable(f"{path} ({kind}) normalises over split channels")
         inner = split_inner(state, module, node)
         state.replace(path, (inner.result().body, inner.shards))
     elif any(n in state.partial for n in node.all_input_nodes):

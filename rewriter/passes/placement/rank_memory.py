@@ -21,7 +21,8 @@ from rewriter.passes.sequence.sequence_plans import attention_shapes
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes. "Per token" counts one position of one sequence; a window's layers keep no more than its size of them.
+    """Bytes on a rank's device, where tables that stay in the host's memory are not (`OffloadedEmbedding`). "Per
+    token" counts one position of one sequence; a window's layers keep no more than its size of them.
     `states_per_row`: what recurrent mixers keep of a sequence, whatever its length."""
 
     parameters: int
@@ -48,10 +49,18 @@ def memory(program: Program) -> RankMemory:
     widest = max((_widths(m) for m in {id(m): m for m in called if m is not None}.values()), default=0)
     stream = max((_width(shapes[node]) for node in nodes if in_stream(node)), default=0)
     logits = _width(shapes[program.graph.output_node()])
+    offloaded = sum(map(_offloaded, program.modules.values()))
     return RankMemory(
-        full * size, local * size, cache * size, windowed * size, _states(program, size), logits * size, widest * size,
-        stream * size,
+        full * size, (local - offloaded) * size, cache * size, windowed * size, _states(program, size), logits * size,
+        widest * size, stream * size,
     )  # fmt: skip
+
+
+def _offloaded(module: Module) -> int:
+    """Elements of the parameters of a module that stay in the host's memory."""
+    if isinstance(module, Leaf):
+        return math.prod(module.parameters["weight"]) if module.kind == "OffloadedEmbedding" else 0
+    return 0 if isinstance(module, Opaque) else sum(map(_offloaded, module.modules.values()))
 
 
 def _states(program: Program, size: int) -> int:

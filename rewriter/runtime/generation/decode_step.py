@@ -21,6 +21,7 @@ from rewriter.runtime.context import Context, positions
 from rewriter.runtime.generation.cached_step import CachedStep
 from rewriter.runtime.generation.prompt import Call, prompt_calls
 from rewriter.runtime.loading import Origin
+from rewriter.runtime.parallel import OffloadedEmbedding
 from rewriter.runtime.streams import capture, host_waits, why_not_captured
 
 PREFILL_CHUNK = 2048
@@ -313,6 +314,8 @@ class DecodeStep(DecodeState):
         reason = why_not_captured(self.group)
         if isinstance(self.cache, SequenceCache):
             reason = "tokens are sharded over ranks"
+        if any(isinstance(module, OffloadedEmbedding) for module in self.model.modules()):
+            reason = "an embedding is looked up in the host's memory"
         if reason is None:
             changed = [self.token, self.place, self.at, self.choice, self.lengths]
             changed += [self.finished, self.stopped, self.broken, self.produced, *self.cache.states]
