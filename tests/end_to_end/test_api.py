@@ -85,7 +85,7 @@ def test_the_manifest_names_every_file_with_its_hash(written: tuple[Path, Any], 
     assert [p.name for p in manifest.passes] == [
         "tensor_parallel", "merge_reductions", "ladder", "fuse_projections", "overlap",
     ]  # fmt: skip
-    assert manifest.passes[2].options == {"layers": "upper-half", "variant": "paper"}
+    assert manifest.passes[2].options == {"layers": "upper-half", "variant": "paper", "coefficients": "fresh"}
     assert manifest.mesh == {"tp": 2}
     assert set(manifest.versions) == {"rewriter", "torch", "transformers", "python"}
 
@@ -326,7 +326,7 @@ def read_manifest_names(out: Path) -> list[str]:
 
 def test_overrides_reach_the_pass(source: Path, tmp_path: Path) -> None:
     report = quick(source, tmp_path / "a", set={"ladder.layers": "[1, 3]"})
-    assert read_manifest(tmp_path / "a").passes[2].options == {"layers": [1, 3], "variant": "paper"}
+    assert read_manifest(tmp_path / "a").passes[2].options == {"layers": [1, 3], "variant": "paper", "coefficients": "fresh"}
     assert report.passes[2]["summary"] == "4 of 8 blocks read the stream one block earlier"
 
 
