@@ -53,6 +53,7 @@ from rewriter.tracing.wiring import (
     example_inputs,
     layer_signature,
     only_calls_and_sums,
+    read_as_tensors,
     returns_float32,
     switched_off,
     trace_wiring,
@@ -107,6 +108,7 @@ class ModelTracer:
         self.calls: dict[nn.Module, Recorded] = {}
         self._fingerprints: dict[nn.Module, Any] = {}
         self._wirings: dict[Any, fx.Graph] = {}
+        self._nothing: dict[Any, Mapping[str, tuple[bool, ...]]] = {}  # of `trace_wiring`, by fingerprint of a layer
         self._kinds: dict[Any, LayerKind] = {}
         self.inlined: dict[type, frozenset[str]] = {}
         self.split: dict[type, frozenset[str]] = {}
@@ -126,13 +128,14 @@ class ModelTracer:
 
     def wiring(self, layer: nn.Module) -> fx.Graph:
         inlined = self.inlined.get(type(layer), frozenset())
-        key = (self.fingerprint(layer), tuple(self.absent[layer]), inlined)
+        nothing = self._nothing.get(self.fingerprint(layer), {})
+        key = (self.fingerprint(layer), tuple(self.absent[layer]), inlined, tuple(nothing))
         if key not in self._wirings:
             try:
-                self._wirings[key] = trace_wiring(layer, self.absent[layer], inlined)
+                self._wirings[key] = trace_wiring(layer, self.absent[layer], inlined, nothing)
             except RewriterError:  # some layers ask what they shall return
                 off = switched_off(self.model, self.layers, self.inputs, layer)
-                self._wirings[key] = trace_wiring(layer, {**off, **self.absent[layer]}, inlined)
+                self._wirings[key] = trace_wiring(layer, {**off, **self.absent[layer]}, inlined, nothing)
         return self._wirings[key]
 
     def returned(self, layer: nn.Module) -> int | None:
@@ -408,6 +411,9 @@ class ModelTracer:
             surviving_failures(modules, wiring) as failures,
         ):
             calls = record_calls(lambda: type(layer).forward(layer, *call.args, **call.kwargs), modules)
+        if nothing := read_as_tensors(wiring, {name: call.output for name, call in calls.items()}):
+            self._nothing[self.fingerprint(layer)] = nothing
+            wiring = self.wiring(layer)
         if missing := set(modules) - set(calls):
             raise RewriterError(f"{type(layer).__name__}.{min(missing)} is in the wiring but was not called")
         bodies: dict[str, Module] = {}

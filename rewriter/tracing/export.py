@@ -217,7 +217,9 @@ class BodyTracer:
     def static_graph(self, graph: fx.Graph, used: Used, prefix: str, inputs: Mapping[fx.Node, Static]) -> StaticGraph:
         """Static values of `graph`, which reads `used` of the module at `prefix`."""
         buffers = {n: self.buffers.get(prefix + n) if value is None else value for n, value in used.items()}
-        return StaticGraph(graph, buffers, inputs, self.example.length)
+        static = StaticGraph(graph, buffers, inputs, self.example.length)
+        static.settle_blocks()
+        return static
 
 
 def _read_stored(graph: fx.Graph, inputs: Collection[fx.Node]) -> None:

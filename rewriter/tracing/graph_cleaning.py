@@ -198,8 +198,9 @@ class _Cleaner:
         return self._emit(node, target, (*tensors, self.ctx), {**slot, **rule, **json.loads(text)})
 
     def _mask(self, node: fx.Node, args: Any) -> fx.Node:
-        spec = ops.MaskSpec(args[1], args[2])
-        return self._emit(node, ops.additive_mask, (self._like(node),), {"mask": spec})
+        _, blocks, kind, size, _ = args
+        given = {"blocks": tuple(blocks)} if blocks else {}
+        return self._emit(node, ops.additive_mask, (self._like(node),), {"mask": ops.MaskSpec(kind, size), **given})
 
     def _experts(self, node: fx.Node, args: Any) -> fx.Node:
         *tensors, options = args

@@ -29,11 +29,13 @@ from rewriter.tracing.meta_model import TRACE_DTYPE
 HIDDEN = -1000.0
 
 library = torch.library.Library("rewriter_trace", "FRAGMENT")
-library.define("mask(Tensor anchor, str kind, int? size, ScalarType dtype) -> Tensor")
+library.define("mask(Tensor anchor, Tensor[] blocks, str kind, int? size, ScalarType dtype) -> Tensor")
 
 
 @torch.library.register_fake("rewriter_trace::mask", lib=library)
-def _mask(anchor: torch.Tensor, kind: str, size: int | None, dtype: torch.dtype) -> torch.Tensor:
+def _mask(
+    anchor: torch.Tensor, blocks: list[torch.Tensor], kind: str, size: int | None, dtype: torch.dtype
+) -> torch.Tensor:
     batch, queries, keys = anchor.shape
     return anchor.new_empty(batch, 1, queries, keys, dtype=dtype)
 
@@ -53,13 +55,14 @@ def lifted_mask(
     A mask that follows no rule is an error only where attention uses it: some models make masks for layers that they
     do not have.
     """
+    blocks: list[torch.Tensor] = []
     try:
-        spec = find_mask_spec(mask_function)
+        spec = find_mask_spec(mask_function, blocks)
         kind, size = str(spec.kind), spec.size
     except RewriterError as error:
         kind, size = str(error), None
     anchor = torch.zeros(batch_size, q_length, kv_length, dtype=torch.bool, device=device)  # gives the sizes
-    return torch.ops.rewriter_trace.mask(anchor, kind, size, dtype)
+    return torch.ops.rewriter_trace.mask(anchor, blocks, kind, size, dtype)
 
 
 def refuse_unknown_masks(graph: fx.Graph) -> None:
@@ -85,15 +88,25 @@ class _Index(np.ndarray):
         return self
 
 
+_BLOCKS = "a mask lets tokens of a block see each other, and which block a text's tokens are in is not -1, none"
 _FAR = 1 << 17  # beyond every window and chunk in use; a wider one equals causal up to here
 
 
-def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
+class _NoBlock:
+    """The blocks of tokens in which no token is."""
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.full(np.shape(index[-1]), -1).view(_Index)
+
+
+def find_mask_spec(mask_function: Callable[..., Any], blocks: list[torch.Tensor] | None = None) -> MaskSpec:
     """The MaskSpec that agrees with `mask_function(batch, head, q, kv) -> bool`, checked on sampled positions.
 
-    Raises RewriterError when no rule of MaskSpec agrees (position biases, packed sequences, custom overlays).
+    It is the rule of tokens that are in no block (of an image) whose tokens see each other. To `blocks` are added the
+    tensors that tell the block of each token, of which -1, none, was assumed. Raises RewriterError when no rule of
+    MaskSpec agrees (position biases, packed sequences, custom overlays).
     """
-    mask_function = _without_padding(mask_function)
+    mask_function = _of_plain_text(mask_function, [] if blocks is None else blocks)
 
     def evaluate(q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         zero = np.zeros((), dtype=np.int64).view(_Index)
@@ -128,10 +141,11 @@ def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
     return spec
 
 
-def _without_padding(function: Any) -> Any:
-    """`function` with the left padding that transformers' mask functions close over set to 0, and so in inner ones."""
+def _of_plain_text(function: Any, blocks: list[torch.Tensor]) -> Any:
+    """`function` with the tensors that transformers' mask functions close over, and inner ones, as of plain text: no
+    left padding, and no blocks, which are added to `blocks`."""
     if isinstance(function, tuple):
-        return tuple(map(_without_padding, function))
+        return tuple(_of_plain_text(each, blocks) for each in function)
     if not isinstance(function, types.FunctionType) or not function.__closure__:
         return function
     cells = []
@@ -139,7 +153,10 @@ def _without_padding(function: Any) -> Any:
         value = cell.cell_contents
         if name == "left_padding" and isinstance(value, torch.Tensor):
             value = np.zeros(1, dtype=np.int64)
-        cells.append(types.CellType(_without_padding(value)))
+        if name == "block_sequence_ids" and isinstance(value, torch.Tensor):
+            blocks.append(value)
+            value = _NoBlock()
+        cells.append(types.CellType(_of_plain_text(value, blocks)))
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
     )
@@ -179,6 +196,14 @@ class StaticGraph:
         self._known: dict[fx.Node, Static | None] = {}
         sizes = [s for n in graph.nodes if n.op == "placeholder" for s in getattr(n.meta.get("val"), "shape", ())]
         self._lengths = {str(s) for s in sizes if isinstance(s, torch.SymInt) and s.node.hint == length}
+
+    def settle_blocks(self) -> None:
+        """Let masks, in place, no longer read blocks in which no token is. Where one may be, the mask has no rule."""
+        for node in self.graph.nodes:
+            if node.target is ops.additive_mask and (blocks := node.kwargs.get("blocks")):
+                found = [self.of(block) for block in blocks]
+                none = all(f is not None and bool((f.evaluate(_SHORT, None) == -1).all()) for f in found)
+                node.kwargs = {"mask": node.kwargs["mask"] if none else MaskSpec(_BLOCKS)}  # type: ignore[arg-type]
 
     def of(self, node: fx.Node) -> Static | None:
         """`node` as a static value, or None."""

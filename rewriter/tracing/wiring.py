@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +49,17 @@ def layer_signature(layer: nn.Module) -> tuple[tuple[str, ...], bool]:
     return tuple(names), any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collection[str] = ()) -> fx.Graph:
+def trace_wiring(
+    layer: nn.Module,
+    absent: Mapping[str, Any],
+    inlined: Collection[str] = (),
+    nothing: Mapping[str, tuple[bool, ...]] = types.MappingProxyType({}),
+) -> fx.Graph:
     """One fx graph of `layer.forward`: placeholders are its parameters, `call_module` nodes its children.
 
     `absent` are the arguments that the model leaves at a constant in every setting (None): they are passed as such.
     `inlined` are the paths of children whose own forward is traced as part of the layer, since they add to the stream.
+    `nothing` says, of children that return a tuple, which of its items are None in this layer.
     A node named by SPLAT stands for the layer's `**kwargs`. Raises RewriterError when the control flow depends on
     values.
     """
@@ -70,9 +77,11 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collectio
     original = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if tracer.path_of_module(module) in inlined:
+        path = tracer.path_of_module(module)
+        if path in inlined:
             return type(module).forward(module, *args, **kwargs)
-        return tracer.call_module(module, lambda *a, **k: original(module, *a, **k), args, kwargs)
+        result = tracer.call_module(module, lambda *a, **k: original(module, *a, **k), args, kwargs)
+        return tuple(None if n else result[i] for i, n in enumerate(nothing[path])) if path in nothing else result
 
     with refused(f"the wiring of {type(layer).__name__} cannot be traced"):
         with mock.patch.object(nn.Module, "__call__", call):
@@ -88,6 +97,20 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collectio
     drop_dead_nodes(tracer.graph)
     _cast_writes_instead_of_the_stream(tracer.graph)
     return tracer.graph
+
+
+def read_as_tensors(wiring: fx.Graph, outputs: Mapping[str, Any]) -> dict[str, tuple[bool, ...]]:
+    """Children, by path, that returned None in a place of their tuple of which the wiring calls a method; per place of
+    that tuple, whether it is None. `outputs` are what they returned."""
+    found = {}
+    for call in wiring.nodes:
+        output = outputs.get(str(call.target)) if call.op == "call_module" else None
+        if isinstance(output, (tuple, list)):
+            items = [n for n in call.users if n.target is operator.getitem and type(args_of(n)[1]) is int]
+            none = [n for n in items if args_of(n)[1] < len(output) and output[args_of(n)[1]] is None]
+            if any(user.op == "call_method" and args_of(user)[0] is n for n in none for user in n.users):
+                found[str(call.target)] = tuple(item is None for item in output)
+    return found
 
 
 _GLUE = (

@@ -13,11 +13,13 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
+from torch import fx
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import (
     AttentionMaskInterface,
     and_masks,
+    blockwise_overlay,
     causal_mask_function,
     or_masks,
     sliding_window_overlay,
@@ -26,13 +28,14 @@ from transformers.masking_utils import (
 from rewriter.check.coverage.configs import small_config
 from rewriter.check.random_model import build_model, random_ids, randomize
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Opaque, walk_modules
+from rewriter.ir import Body, Opaque, Program, ops, walk_modules
+from rewriter.ir.marks import marks
 from rewriter.ir.ops import MaskSpec, attention
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
 from rewriter.tracing import trace, trace_skeleton
 from rewriter.tracing.interception import LIFTED, lifted_attention, lifted_interfaces
-from rewriter.tracing.masks import find_mask_spec
+from rewriter.tracing.masks import StaticGraph, find_mask_spec, refuse_unknown_masks
 from rewriter.tracing.meta_model import build_skeleton
 from rewriter.weights import Checkpoint
 
@@ -136,9 +139,9 @@ def test_masks_are_found_from_their_function(spec: MaskSpec) -> None:
     assert find_mask_spec(visible) == spec
 
 
-def test_a_layer_may_return_its_result_before_a_slice_of_other_results() -> None:
-    """`(hidden,) + outputs[1:]`, in the layer and in a child that adds to the stream; the others are not read."""
-    config = small_config("megatron-bert")
+def traced_as_it_computes(name: str) -> Program:
+    """The program of a small model of that type, whose logits are the model's."""
+    config = small_config(name)
     model = build_model(config)
     randomize(model)
     program, ids = trace(config), random_ids(config, 21)
@@ -146,6 +149,19 @@ def test_a_layer_may_return_its_result_before_a_slice_of_other_results() -> None
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
     assert relative_error(simulate(program, ids, weights=weights), expected) <= 1e-5
+    return program
+
+
+def test_a_child_may_return_a_tensor_in_one_layer_and_none_in_another() -> None:
+    """Attention returns its bias in the last layer alone, and layers ask whether it did."""
+    program = traced_as_it_computes("gpt_neox_japanese")
+    methods = [(marks(n).layer, n.target) for n in program.graph.nodes if n.op == "call_method"]
+    assert methods == [(program.source.num_layers - 1, "expand_as")]
+
+
+def test_a_layer_may_return_its_result_before_a_slice_of_other_results() -> None:
+    """`(hidden,) + outputs[1:]`, in the layer and in a child that adds to the stream; the others are not read."""
+    program = traced_as_it_computes("megatron-bert")
     assert len(residual_blocks(program)) == 2 * program.source.num_layers
     assert set(program.source.returns) == {1}
 
@@ -154,6 +170,34 @@ def test_masks_that_transformers_joins_are_found() -> None:
     causal, window = causal_mask_function, sliding_window_overlay(9)
     assert find_mask_spec(and_masks(causal, window)) == MaskSpec("window", 9)
     assert find_mask_spec(or_masks(and_masks(causal, window), causal)) == MaskSpec("causal")
+
+
+def test_blocks_of_tokens_that_see_each_other_are_left_to_images() -> None:
+    """GIT's masks are of blocks, which text alone has none of."""
+    ids = torch.full((2, 9), -1)
+    found: list[torch.Tensor] = []
+    assert find_mask_spec(or_masks(causal_mask_function, blockwise_overlay(ids)), found) == MaskSpec("causal")
+    assert found[0] is ids
+    program = traced_as_it_computes("git")
+    bodies = [m for _, m in walk_modules(program.modules) if isinstance(m, Body)]
+    masks = [n.kwargs["mask"] for body in bodies for n in body.graph.nodes if n.target is attention]
+    assert masks == [MaskSpec("causal")] * program.source.num_layers
+
+
+@pytest.mark.parametrize("block", [-1, 0])
+def test_a_mask_of_blocks_has_a_rule_where_no_token_is_in_one(block: int) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    blocks = graph.call_function(torch.full, ((1, 13), block))
+    blocks.meta["val"] = torch.full((1, 13), block)
+    graph.output(graph.call_function(ops.additive_mask, (x,), {"mask": MaskSpec("causal"), "blocks": (blocks,)}))
+    StaticGraph(graph, {}, {}, 13).settle_blocks()
+    assert all(not n.kwargs.get("blocks") for n in graph.nodes)
+    if block == -1:
+        refuse_unknown_masks(graph)
+    else:
+        with pytest.raises(RewriterError, match="tokens of a block see each other"):
+            refuse_unknown_masks(graph)
 
 
 @pytest.mark.parametrize(
