@@ -408,7 +408,7 @@ class ModelTracer:
         with (
             torch.no_grad(),
             attributes_left_behind(self.model) as left_behind,
-            surviving_failures(modules, wiring) as failures,
+            surviving_failures(modules, wiring, tensors_of(call)[0][0].shape) as failures,
         ):
             calls = record_calls(lambda: type(layer).forward(layer, *call.args, **call.kwargs), modules)
         if nothing := read_as_tensors(wiring, {name: call.output for name, call in calls.items()}):

@@ -59,8 +59,11 @@ def _require_constants(path: str, module: nn.Module, call: Recorded, reason: str
 
 
 @contextlib.contextmanager
-def surviving_failures(modules: Mapping[str, nn.Module], wiring: fx.Graph) -> Iterator[dict[str, Exception]]:
-    """In the block, a child that fails on meta tensors gives a stand-in for its result; which did, and why."""
+def surviving_failures(
+    modules: Mapping[str, nn.Module], wiring: fx.Graph, stream: torch.Size
+) -> Iterator[dict[str, Exception]]:
+    """In the block, a child that fails on meta tensors gives a stand-in for its result, shaped as the `stream` where it
+    is given such a tensor; which did, and why."""
     failures: dict[str, Exception] = {}
     lengths = {str(n.target): marks(n).returned for n in wiring.nodes if n.op == "call_module"}
 
@@ -69,7 +72,8 @@ def surviving_failures(modules: Mapping[str, nn.Module], wiring: fx.Graph) -> It
             return original(*args, **kwargs)
         except Exception as error:  # the model's own code, on meta tensors, may raise anything
             failures[name] = error
-            hidden = next(x for x in tensors_of(Recorded(args, kwargs))[0] if x.dtype == TRACE_DTYPE)
+            given = [x for x in tensors_of(Recorded(args, kwargs))[0] if x.dtype == TRACE_DTYPE]
+            hidden = next((x for x in given if x.shape == stream), given[0])
             stand_in, length = torch.empty_like(hidden), lengths[name]
             return stand_in if length is None else (stand_in, *[None] * (length - 1))
 
