@@ -5,6 +5,7 @@ from rewriter.ir.structure import (
     SPLAT,
     Body,
     ChildInput,
+    ChildItem,
     LayerArgument,
     LayerSource,
     Leaf,
@@ -31,7 +32,7 @@ from rewriter.ir.structure import (
 )
 
 __all__ = [
-    "SPLAT", "Body", "ChildInput", "LayerArgument", "LayerSource", "Leaf", "Module", "Opaque", "Parameter",
+    "SPLAT", "Body", "ChildInput", "ChildItem", "LayerArgument", "LayerSource", "Leaf", "Module", "Opaque", "Parameter",
     "PassRecord", "Program", "PythonCall", "Shape", "Source", "args_of", "bypass", "called_module", "copy_graph",
     "drop_dead_nodes", "edit_bodies", "nodes_inside", "parameters_of", "placeholders", "put_after", "reachable",
     "walk_modules", "wiring_tensors",

@@ -117,15 +117,18 @@ def parameters_of(module: Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 class PythonCall:
     """The call of a child in the source's layer, in Python, for printing a Hugging Face layer from the wiring.
 
-    `args` and `kwargs` are trees whose leaves are constants, `ChildInput(i)` (the node's i-th argument) or
-    `LayerArgument`. `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned
-    tuple; where the node gives several tensors, it says which elements they are.
+    `args` and `kwargs` are trees whose leaves are constants, `ChildInput(i)` (the node's i-th argument), a
+    `LayerArgument` or a `ChildItem`. `splat` says that the layer's `**kwargs` are passed on. `index` picks one element
+    of a returned tuple; where the node gives several tensors, it says which elements they are. `read` are elements that
+    a program has nothing of (a state, None without a cache) and the source reads: each with its place in the tuple that
+    the layer returns, None where a later call alone is given it.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     splat: bool
     index: int | tuple[int, ...] | None
+    read: tuple[tuple[int, int | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,14 @@ class ChildInput:
 @dataclass(frozen=True)
 class LayerArgument:
     name: str
+
+
+@dataclass(frozen=True)
+class ChildItem:
+    """An element of what the child at a path of the same layer returned, among those that its call says are read."""
+
+    child: str
+    index: int
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rewriter.ir import (
     SPLAT,
     Body,
     ChildInput,
+    ChildItem,
     LayerArgument,
     Leaf,
     Module,
@@ -155,10 +156,12 @@ def _treats_tokens_alike(node: fx.Node, modules: Mapping[str, Module]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """A layer argument other than the hidden state: its name, and its value as a tree over wiring nodes."""
+    """A layer argument other than the hidden state: its name, and its value as a tree over wiring nodes. Or what a
+    child `returned` in a place of its tuple where the program has nothing."""
 
     name: str
     value: Any
+    returned: tuple[_Outputs, int] | None = None
 
 
 def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, dict[str, Module]]:
@@ -272,6 +275,11 @@ class _Layer:
             elif node.op == "output":
                 result = args_of(node)[0]
                 result = result if isinstance(result, (tuple, list)) else [result]
+                for place, form in self.tracer.handed.of[self.layer].items():
+                    value = env.get(result[place]) if form is None else None
+                    if isinstance(value, _Context) and value.returned is not None:
+                        outputs, index = value.returned
+                        outputs.read(index, place)
                 return [env[result[0]], *(self._handed_on(env[result[p]], p) for p in self.tracer.places(self.layer))]
             else:
                 env[node] = self._glue(node, env)
@@ -346,6 +354,9 @@ class _Layer:
         def template(tree: Any, where: tuple[Any, ...]) -> Any:
             if isinstance(tree, fx.Node):
                 value = env[tree]
+                if isinstance(value, _Context) and value.returned is not None:
+                    outputs, index = value.returned
+                    return outputs.read(index)
                 if isinstance(value, _Context):
                     return LayerArgument(value.name)
                 if where not in indices and value in inputs:  # one tensor given twice
@@ -413,9 +424,16 @@ class _Outputs:
         index = next(iter(outputs)) if self.alone else (*outputs, *[IN_MAPPING] * written)
         mark(node, python=dataclasses.replace(call, index=index))
 
+    def read(self, index: int, place: int | None = None) -> ChildItem:
+        """Note that a later call is given an element that the program has nothing of, or the layer returns it."""
+        call = marks(self.node).python
+        assert call is not None
+        mark(self.node, python=dataclasses.replace(call, read=tuple(dict.fromkeys((*call.read, (index, place))))))
+        return ChildItem(str(self.node.target).removeprefix(f"{self.layer.path}."), index)
+
     def item(self, index: int) -> Any:
         if index not in self.outputs:
-            return _Context(f"{self.node.name}[{index}]", None)
+            return _Context(f"{self.node.name}[{index}]", None, (self, index))
         value = self.node
         if not self.alone:
             place = self.outputs[index]

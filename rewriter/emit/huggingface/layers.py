@@ -35,7 +35,7 @@ from rewriter.emit.huggingface.per_rank import (
     token_by_token,
     token_child,
 )
-from rewriter.emit.huggingface.wiring_code import LayerArguments, WiringPrinter, arguments_of, operands
+from rewriter.emit.huggingface.wiring_code import LayerArguments, WiringPrinter, all_results, arguments_of, operands
 from rewriter.emit.python_source import UniqueNames, broken
 from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes, ops
 from rewriter.ir.communication import local_values
@@ -253,7 +253,9 @@ class _HuggingFaceLayers:
                 module = self.program.modules[str(node.target)]
                 calls.append((call, isinstance(module, Body) and module.reads_context))
         self.arguments = arguments_of(source, calls, source.absent[index])
-        self.unique = UniqueNames(["self", "kwargs", "cache", "torch", REWIRED, *source.layer_arguments])
+        results = {n: all_results(str(n.target).removeprefix(f"{self.path}.")) for n in inside if n.op == "call_module"}
+        taken = ("self", "kwargs", "cache", "torch", REWIRED, *source.layer_arguments, *results.values())
+        self.unique = UniqueNames(taken)
         self.names = {takes[0]: source.layer_arguments[0]}
         self.child = PerRankChild()
         self.statements: list[tuple[str, str]] = []
@@ -269,6 +271,10 @@ class _HuggingFaceLayers:
                 self.names[node] = f"{self.names[args_of(node)[0]]}[{element}]"
             elif not self._is_inlined(node):
                 self._node(node)
+        handed_on = {place: self.names[n] for n in inside if (place := marks(n).handed_on) not in (None, IN_MAPPING)}
+        for node, name in results.items():
+            read = call.read if (call := marks(node).python) is not None else ()
+            handed_on |= {place: f"{name}[{item}]" for item, place in read if place is not None}
         newest = marks(gives[0]).stream
         ages = tuple(None if newest is None or not in_stream(g) else newest - stream_index(g) for g in gives)
         return PrintedLayer(
@@ -282,7 +288,7 @@ class _HuggingFaceLayers:
             self.arguments,
             any(node.target is ops.where_rewired for node in inside),
             ages,
-            {place: self.names[n] for n in inside if (place := marks(n).handed_on) not in (None, IN_MAPPING)},
+            handed_on,
             self.streams,
         )
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from rewriter.emit.huggingface.source_classes import passed_by_place
 from rewriter.emit.huggingface.verbatim.phases import CACHE_NAMES
 from rewriter.emit.node_code import NodePrinter
-from rewriter.emit.python_source import attribute, literal, quoted
-from rewriter.ir import SPLAT, ChildInput, LayerArgument, PythonCall, Source
+from rewriter.emit.python_source import attribute, identifier, literal, quoted
+from rewriter.ir import SPLAT, ChildInput, ChildItem, LayerArgument, PythonCall, Source
 from rewriter.ir.marks import marks
 
 
@@ -92,6 +92,8 @@ class WiringPrinter(NodePrinter):
         def leaf(value: Any) -> str | None:
             if isinstance(value, ChildInput):
                 return self.name(_argument(node, value))
+            if isinstance(value, ChildItem):
+                return f"{all_results(value.child)}[{value.index}]"
             if isinstance(value, LayerArgument):
                 splat = value.name.startswith(SPLAT)
                 return "kwargs" + value.name.removeprefix(SPLAT) if splat else self.layer.variable(value.name)
@@ -108,10 +110,18 @@ class WiringPrinter(NodePrinter):
         items = [literal(a, leaf) for a in call.args] + [keyword(k, v) for k, v in named.items()]
         items += ["**kwargs"] * call.splat
         index = f"[{call.index}]" if isinstance(call.index, int) else ""
-        return f"{self.module(str(node.target))}({', '.join(items)}){index}"
+        text = f"{self.module(str(node.target))}({', '.join(items)})"
+        if call.read:
+            text = f"({all_results(str(node.target).removeprefix(self.path + '.'))} := {text})"
+        return text + index
 
     def atom(self, x: Any) -> str:
         return self.value(x)  # names are identifiers, or calls of their methods
+
+
+def all_results(child: str) -> str:
+    """The variable of all that a child returned, where the source reads elements that a program has nothing of."""
+    return identifier(f"{child}_results")
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
@@ -124,7 +134,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
     def note(value: Any) -> str | None:
         if isinstance(value, ChildInput):
             named.append(_argument(node, value))
-        return "" if isinstance(value, (ChildInput, LayerArgument)) else None
+        return "" if isinstance(value, (ChildInput, ChildItem, LayerArgument)) else None
 
     literal((call.args, call.kwargs), note)
     return named

@@ -19,14 +19,15 @@ from transformers import AutoConfig
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.module import emit_runtime_module
-from rewriter.ir import Opaque, Program
+from rewriter.ir import Module, Opaque, Program
 from rewriter.ir.residual import residual_blocks
 from rewriter.ir.simulate import simulate
 from rewriter.tracing import mixer_functions, trace_skeleton
-from rewriter.tracing.export import Example
+from rewriter.tracing.export import BodyTracer, Example
 from rewriter.tracing.interception import Recorded
-from rewriter.tracing.meta_model import build_skeleton
-from rewriter.tracing.opaque import opaque_child
+from rewriter.tracing.meta_model import TRACE_DTYPE, build_skeleton
+from rewriter.tracing.opaque import opaque_child, surviving_failures
+from rewriter.tracing.wiring import trace_wiring
 
 pytestmark = pytest.mark.tracer
 
@@ -133,6 +134,27 @@ def test_an_emitted_hybrid_generates_as_its_reference(name: str, tmp_path: Path)
         assert torch.equal(text, model.generate(ids, use_cache=True, **options))
 
 
+@torch.no_grad()
+def test_a_state_that_is_none_without_a_cache_is_handed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """RWKV's attention returns it, its MLP is given it and returns it, and so does its layer, for the next one."""
+
+    def traced_unless_mixer(self: BodyTracer, path: str, module: nn.Module, *others: Any) -> Module:
+        if type(module).__name__ in ("RwkvSelfAttention", "RwkvFeedForward"):
+            raise RewriterError("it is not exported here, which would end so after a minute")
+        return original(self, path, module, *others)
+
+    original = BodyTracer.trace
+    monkeypatch.setattr(BodyTracer, "trace", traced_unless_mixer)
+    models = Models({"rwkv": _TOKENS | dict(model_type="rwkv", intermediate_size=112, num_hidden_layers=3)})
+    models.model("rwkv").save_pretrained(tmp_path / "source")
+    files = emit_huggingface(PASSES["ladder"]([1, 2]).apply(models.traced("rwkv")))
+    assert files.modeling is not None
+    assert "self.feed_forward(ln2, state=attention_results[1])" in files.modeling
+    emitted.write(files, tmp_path / "source", tmp_path / "out")
+    loaded = emitted.load(tmp_path / "out", dtype=torch.float32)
+    assert type(loaded).__init__.__globals__["difference"]() is None  # also of generated tokens
+
+
 def test_two_classes_of_layers_have_classes_of_their_own() -> None:
     files = emit_huggingface(PASSES["ladder"]([3]).apply(traced("jamba")))
     kinds = files.config["rewriter_layers"]
@@ -140,6 +162,30 @@ def test_two_classes_of_layers_have_classes_of_their_own() -> None:
     assert files.modeling is not None
     assert "class StandardToLadderJambaMambaDecoderLayer(JambaMambaDecoderLayer):" in files.modeling
     assert "class LadderLastJambaAttentionDecoderLayer(JambaAttentionDecoderLayer):" in files.modeling
+
+
+class Fails(nn.Module):
+    def forward(self, wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError(f"{wide.shape} and {x.shape} have no values")
+
+
+class FailsInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mixer, self.norm = nn.Linear(8, 16), Fails(), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.mixer(self.up(x), x))
+        return out
+
+
+def test_a_child_that_fails_is_stood_in_for_in_the_shape_of_the_stream() -> None:
+    """So that the norm behind it runs, and is traced."""
+    layer = FailsInside().to("meta", TRACE_DTYPE)
+    x = torch.empty(2, 3, 8, device="meta", dtype=TRACE_DTYPE)
+    with surviving_failures(dict(layer.named_children()), trace_wiring(layer, {}), x.shape) as failures:
+        assert layer(x).shape == x.shape
+    assert list(failures) == ["mixer"]
 
 
 @pytest.mark.parametrize("carrier", [{}, [], object()], ids=["dict", "list", "object"])
