@@ -366,8 +366,11 @@ def trunk_of(student: nn.Module, teacher: nn.Module) -> Trunk | None:
     try:
         with trunk.kept():
             teacher(input_ids=ids, use_cache=False)
-        with trunk.given():
-            above = student(input_ids=ids, use_cache=False, **told).logits
+        try:
+            with trunk.given():
+                above = student(input_ids=ids, use_cache=False, **told).logits
+        except LookupError:  # keys that a layer of the trunk stores for those above
+            return None
         whole = student(input_ids=ids, use_cache=False, **told).logits  # last: what it leaves behind must not help
     finally:
         student.train(training)

@@ -22,6 +22,7 @@ from rewriter.convert.conversion import save
 from rewriter.convert.reopened import taken_over
 from rewriter.convert.rewritten_source import rewritten, write_source
 from rewriter.convert.save_options import Level, SaveOptions
+from rewriter.ir import Program
 from rewriter.output.manifest import AdaptationEntry
 from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.training.zero.plus_plus import free_gathered
@@ -76,7 +77,7 @@ def collect(run: Run, built: Student) -> None:
         ranks.on_first(lambda: write_model(base, state, like, run.place / "made", trained, link))
     else:
         shards = run.place / "shards"
-        own = {name: _whole(parameter) for name, parameter in module.named_parameters()}
+        own = shard_of(module, program)
         ranks.on_first(lambda: shards.mkdir(exist_ok=True))
         if ranks.rank < tp:  # of the first replica, and of its sequence ranks the first
             save_file(own, shards / f"{built.own}.safetensors")
@@ -88,6 +89,13 @@ def collect(run: Run, built: Student) -> None:
 
         ranks.on_first(put_together)
     ranks.on_first(lambda: write_source(run.opened, trained, weights=False) and None)
+
+
+def shard_of(module: nn.Module, program: Program) -> dict[str, Tensor]:
+    """This rank's tensors of a sharded module by name, on the CPU: those of its checkpoint, which are not all trained:
+    scales of layers, biases of routers and tables of experts are buffers."""
+    held = (*module.named_parameters(), *module.named_buffers())
+    return {name: _whole(tensor) for name, tensor in held if name in program.parameters}
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -74,9 +74,8 @@ def randomize(model: PreTrainedModel, strength: float = 1.0) -> None:
             _randomize(model, name, parameter, strength)
         stored = model.state_dict().keys()
         for name, buffer in model.named_buffers():
-            # Stored, and zero at first: a bias that training moves without gradients, as routers have.
-            if name in stored and buffer.is_floating_point() and not buffer.any():
-                buffer.add_(torch.randn(buffer.shape) * 0.15)
+            if name in stored and not buffer.any():
+                _fill(buffer, model.get_submodule(name.rpartition(".")[0]))
     _calibrate(model)
 
 
@@ -105,6 +104,17 @@ def _randomize(model: PreTrainedModel, name: str, parameter: torch.Tensor, stren
         return
     inputs = parameter.shape[0] if type(owner).__name__ == "Conv1D" else parameter.shape[-1]
     parameter.copy_(noise * strength / math.sqrt(inputs))
+
+
+@torch.no_grad()
+def _fill(buffer: torch.Tensor, owner: torch.nn.Module) -> None:
+    """What is stored and zero at first: a bias that training moves without gradients, as routers have; a table of each
+    token's experts, int [vocabulary, experts per token], whose rows get different ones."""
+    experts = getattr(owner, "num_experts", None)
+    if buffer.is_floating_point():
+        buffer.add_(torch.randn(buffer.shape) * 0.15)
+    elif buffer.ndim == 2 and isinstance(experts, int) and buffer.shape[1] <= experts:
+        buffer.copy_(torch.rand(buffer.shape[0], experts).argsort(1)[:, : buffer.shape[1]])
 
 
 @torch.no_grad()

@@ -10,12 +10,14 @@ from typing import Any
 import adapted
 import pytest
 import torch
+from general_streams import HEALED
 from ranks import run_ranks
 from safetensors.torch import load_file
 
 from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.loop import read_metrics
 from rewriter.adapt.options import AdaptOptions
+from rewriter.output.manifest import read_manifest
 
 STEPS, ROWS = 4, 8
 SETTINGS = {"max_steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 1, "use_cpu": True}
@@ -61,6 +63,7 @@ CHECKPOINTS: dict[str, tuple[Any, ...]] = {
     "mixtral": ("ladder", 2, "mixtral"),
     "prompt-ladder": ("prompt-ladder", 2),
     "prompt-desync": ("prompt-desync", 2),
+    **{family: ("ladder", 2, family) for family in HEALED},
 }
 """By the name of a case, what `adapted.directory` takes."""
 
@@ -98,7 +101,7 @@ TWO: list[Case] = [
     ("desync", {"tp": 2}),
     ("mixtral", {"ep": 2}),
 ]
-SHARED = ("method", "train", "lora", "base")
+SHARED = ("method", "train", "lora", "base", "packing")
 """Options that change what is learned."""
 
 
@@ -153,6 +156,21 @@ def test_two_ranks_train_as_one_device_in_every_other_way(tmp_path: Path) -> Non
     run_ranks(train, 2, files(MORE_OF_TWO), tmp_path, MORE_OF_TWO, timeout=600)
     for index, (name, options) in enumerate(MORE_OF_TWO):
         assert_same_training(tmp_path / str(index), alone(name, **learned(options)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HEALED)
+def test_two_ranks_heal_values_that_layers_hand_on_as_one_device(family: str, tmp_path: Path) -> None:
+    """Tensor-parallel; data-parallel, where indexers have no gradient, with optimizers in shards and by FSDP2."""
+    whole = {"packing": family not in ("zaya", "deepseek_v4")}  # whose rows have a state
+    cases: list[Case] = [(family, whole | options) for options in ({"tp": 2}, {}, {"zero": "3"})]
+    run_ranks(train, 2, files(cases), tmp_path, cases, timeout=600)
+    expected = alone(family, **whole)
+    for index in range(len(cases)):
+        assert_same_training(tmp_path / str(index), expected)
+    done = read_manifest(expected).adaptation
+    assert done is not None
+    assert done.losses["after"] < done.losses["before"]
 
 
 FOUR: list[Case] = [

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from general_streams import HEALED, few_layers
 from repository import ROOT
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rewriter.api import convert
+from rewriter.check.random_model import build_model, randomize
 
 sys.path.insert(0, str(ROOT / "examples"))
 from tiny_corpus import BOS, EOS, PAD, VOCABULARY, build_tokenizer
@@ -46,6 +48,11 @@ def root() -> Path:
 def write_source(path: Path, family: str = "llama", layers: int = 4, hidden: int = 32) -> Path:
     """A small checkpoint, in bf16, whose blocks write as much as the stream holds."""
     torch.manual_seed(0)
+    if family in HEALED:
+        ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+        model = build_model(few_layers(family, vocab_size=VOCABULARY, **ends))
+        randomize(model)
+        return _save(model, path)
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}
     config = AutoConfig.for_model(
@@ -59,6 +66,10 @@ def write_source(path: Path, family: str = "llama", layers: int = 4, hidden: int
                 parameter.normal_(0, 0.3 / parameter.shape[-1] ** 0.5 * 3)
             elif "embed" in name:
                 parameter.normal_(0, 0.3)
+    return _save(model, path)
+
+
+def _save(model: PreTrainedModel, path: Path) -> Path:
     model.to(torch.bfloat16).save_pretrained(path)
     build_tokenizer(LENGTH).save_pretrained(path)
     return path

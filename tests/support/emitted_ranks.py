@@ -35,7 +35,8 @@ def build(source, tensors, ties, group):
 
 def load(model, tensors, ties):
     """`model` with a rank's own tensors."""
-    parameters = {n: torch.nn.Parameter(t.clone()) for n, t in tensors.items()}
+    buffers = dict(model.named_buffers())
+    parameters = {n: t.clone() if n in buffers else torch.nn.Parameter(t.clone()) for n, t in tensors.items()}
     tied = {alias: parameters[canonical] for alias, canonical in ties.items()}
     model.load_state_dict(parameters | tied, strict=True, assign=True)
     return model.eval()

@@ -8,10 +8,10 @@ import emitted
 import pytest
 import recursions
 import torch
+from general_streams import few_layers
 from programs import OVERLAP, applied, tensor_parallel
 
 from rewriter.check.comparison import relative_error
-from rewriter.check.coverage.configs import small_config
 from rewriter.check.random_model import build_model, random_ids, randomize, save_model
 from rewriter.check.reference_modes import reference_of
 from rewriter.check.stream_hooks import decoder_layers
@@ -32,17 +32,6 @@ WHICH = ["every second", *(pytest.param(which, marks=pytest.mark.slow) for which
 # modules that are called as they are, in the checkpoint's dtype, or compute in fp32 whatever the model's is
 _IN_FP32 = ("deepseek_v4", "hy_v4", "qwen4_exp_text")
 DIFFERENT = 1e-2
-
-
-def few_layers(name):
-    """The small config of a type; of some, three: of those whose layers hand keys on, one
-    that chooses, one that is given its choice, one that chooses anew."""
-    config = small_config(name)
-    if name in ("glm_moe_dsa", "hy_v4"):
-        config.num_hidden_layers = 3
-        config.indexer_types, config.mlp_layer_types = ["full", "shared", "full"], ["dense", "sparse", "sparse"]
-        config.layer_types = config.layer_types[:3]
-    return config
 
 
 @functools.cache
