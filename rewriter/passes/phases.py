@@ -8,7 +8,7 @@ The program itself is the wiring of rewired tokens: its passes are applied as th
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -18,7 +18,7 @@ from torch import fx
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, drop_dead_nodes, ops, placeholders
 from rewriter.ir.communication import local_values, split_paths
-from rewriter.ir.marks import Marks, in_stream, mark, marks, new_call
+from rewriter.ir.marks import Marks, in_stream, mark, marks, new_call, running_layer
 from rewriter.ir.op_semantics import ends_collective, is_pointwise
 from rewriter.ir.phases import REWIRED, Phase, has_both_phases, is_phased, prompt_phase
 from rewriter.ir.residual import stream_values
@@ -248,16 +248,16 @@ class _Merge:
     def run(self) -> fx.Graph:
         """The merged wiring."""
         self._inputs()
-        queue = iter(self.wirings[True].graph.nodes)
+        queue = deque(n for n in self.wirings[True].graph.nodes if n.op != "output")
         for node in self.wirings[False].graph.nodes:
             if node.op == "output":
                 continue
+            layer = running_layer(node)
+            while layer is not None and queue and (running_layer(queue[0]) or 0) < layer:
+                self._of(queue.popleft(), True)  # what layers before it make for it
             if in_stream(node) and node in self.partner:  # all that the other wiring has before it, in its order
-                for before in queue:
-                    if before.op != "output":
-                        self._of(before, True)
-                    if before is self.partner[node]:
-                        break
+                while queue and self.partner[node] not in self.env:
+                    self._of(queue.popleft(), True)
             self._of(node, False)
         rewired, exact = (args_of(self.wirings[phase].graph.output_node())[0] for phase in (True, False))
         self.graph.output(self._chosen(self._of(rewired, True), self._of(exact, False), Marks()))

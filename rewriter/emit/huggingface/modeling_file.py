@@ -13,7 +13,7 @@ from rewriter.common.text_settings import stream_width
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.per_rank import PerRankModule
 from rewriter.emit.huggingface.source_check import checking_code
-from rewriter.emit.huggingface.source_classes import config_module, layer_arguments
+from rewriter.emit.huggingface.source_classes import config_module, layer_arguments, owner_of_layers
 from rewriter.emit.huggingface.verbatim import model, per_rank, phases, source_of
 from rewriter.emit.python_source import (
     LINE_LENGTH,
@@ -329,7 +329,6 @@ def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool)
         config += "\n    rewriter_ranks: int | None = None"
     if phased:
         config += "\n    rewriter_phase: dict[str, int] | None = None  # how many tokens at a prompt's ends stay exact"
-    root, _, inner = source.layers.partition(".")
     base = source_of(model.OwnModel, own | {"SourceModel": source.base_class, "OwnModel": names.base})
     causal = source_of(model.OwnModel, own | {"SourceModel": source.architecture, "OwnModel": names.architecture})
     rewire = "rewire(self, self.layers)"
@@ -341,11 +340,11 @@ def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool)
         base = base.replace(line, f"{line}    forward = with_rewired({source.base_class}.forward)\n")
         causal = causal.replace(line, f"{line}    forward = with_rewired({source.architecture}.forward)\n")
         causal = causal.replace(f"({source.architecture})", f"(PhasedGeneration, {source.architecture})", 1)
-    return [
-        config,
-        base.replace(rewire, f"rewire(self, self.{inner})"),
-        causal.replace(rewire, f"rewire(self.{root}, self.{source.layers})"),
-    ]
+    owner = owner_of_layers(source)
+    called = f"rewire(self.{owner}, self.{source.layers})"
+    root = source.layers.partition(".")[0]
+    own = called.replace(f"self.{root}.", "self.").replace(f"self.{root},", "self,")
+    return [config, base.replace(rewire, own), causal.replace(rewire, called)]
 
 
 def _conversions(source: Source, names: ModelNames) -> str:

@@ -79,6 +79,18 @@ def passed_by_place(source: Source) -> int:
     return min(max(known, default=sys.maxsize), len(source.layer_arguments))
 
 
+def owner_of_layers(source: Source) -> str:
+    """The path in the causal LM of the module whose calls compute its layers: its base model, but where the causal LM's
+    own code calls the module inside it that owns the layers."""
+    base, _, inside = source.layers.partition(".")
+    owner = inside.rpartition(".")[0]
+    if not owner:
+        return base
+    forward = inspect.unwrap(getattr(importlib.import_module(source.module), source.architecture).forward)
+    calls = (n for n in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))) if isinstance(n, ast.Call))
+    return f"{base}.{owner}" if f"self.{base}.{owner}" in {ast.unparse(call.func) for call in calls} else base
+
+
 def _forward(source: Source) -> tuple[Any, ast.stmt]:
     """The forward of the source's layer, and its definition as a syntax tree."""
     module = importlib.import_module(source.module_of(source.layer_class))

@@ -16,7 +16,8 @@ vectors = int  # how many vectors of the hidden size that is. `sum` where values
 
 
 def rewire(model, layers, config=None):
-    """Give every decoder layer of `model`, a SourceModel, the class that `config` (by default its own) names."""
+    """Give every decoder layer of `model`, a SourceModel or the part of one that owns them, the class that `config` (by
+    default its own) names."""
     config = model.config if config is None else config
     if config.rewriter_ranks != RANKS:
         raise ValueError(
