@@ -39,7 +39,10 @@ TYPES = [
 ]
 # Types whose text transformers continues otherwise, with a cache or with padding, than its forward on all tokens alone
 OTHER_CACHE: dict[str, str] = {}
-OTHER_PADDING = {"deepseek_v4": "padding counts as tokens of its blocks"}
+OTHER_PADDING = {
+    "deepseek_v4": "padding counts as tokens of its blocks",
+    "inkling_text": "padding counts in the factor by which queries grow",
+}
 NEW_TOKENS, LENGTHS, CHUNKS, DRAWS = 32, (30, 9), (5, 1, 13, 11), 6
 DECIDED = 1e-3  # of the largest logit: how much better than the next each chosen token is
 

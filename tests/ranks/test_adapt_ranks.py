@@ -164,7 +164,7 @@ def test_two_ranks_heal_values_that_layers_hand_on_as_one_device(family: str, tm
     """Tensor-parallel; data-parallel, where indexers have no gradient, with optimizers in shards and by FSDP2."""
     whole = {"packing": family not in ("zaya", "deepseek_v4")}  # whose rows have a state
     cases: list[Case] = [(family, whole | options) for options in ({"tp": 2}, {}, {"zero": "3"})]
-    run_ranks(train, 2, files(cases), tmp_path, cases, timeout=600)
+    run_ranks(train, 2, files(cases), tmp_path, cases, timeout=1800)
     expected = alone(family, **whole)
     for index in range(len(cases)):
         assert_same_training(tmp_path / str(index), expected)

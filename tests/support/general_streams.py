@@ -131,12 +131,13 @@ def gradients_on_rank(group: Any, case: Any, batch: dict[str, Tensor]) -> tuple[
 
 def errors(found: Mapping[str, Tensor], of: Healed, sharded: Program | None = None, rank: int = 0) -> dict[str, float]:
     """By name, how far gradients are from the expected ones, relative to the largest element of these, or, where that
-    is smaller, to a thousandth of the largest of all: what cancels is rounded like its terms."""
+    is smaller, to a small part of the largest of all: what cancels is rounded like its terms."""
     largest = max(float(x.abs().max()) for x in of.expected.values())
     made = {}
     for name, gradient in found.items():
         expected = of.expected[name]
-        scale = max(float(expected.abs().max()), 1e-3 * largest)
+        least = 1e-3 if expected.numel() > 1 else 1e-2  # a number is a sum over all tokens
+        scale = max(float(expected.abs().max()), least * largest)
         ranges = None if sharded is None else sharded.parameters[name].ranges
         if ranges is not None:
             dim = sharded.parameters[name].dim
