@@ -326,7 +326,11 @@ def read_manifest_names(out: Path) -> list[str]:
 
 def test_overrides_reach_the_pass(source: Path, tmp_path: Path) -> None:
     report = quick(source, tmp_path / "a", set={"ladder.layers": "[1, 3]"})
-    assert read_manifest(tmp_path / "a").passes[2].options == {"layers": [1, 3], "variant": "paper", "coefficients": "fresh"}
+    assert read_manifest(tmp_path / "a").passes[2].options == {
+        "layers": [1, 3],
+        "variant": "paper",
+        "coefficients": "fresh",
+    }
     assert report.passes[2]["summary"] == "4 of 8 blocks read the stream one block earlier"
 
 

@@ -190,7 +190,7 @@ class RuntimeLayerPrinter:
         return RuntimeLayer(LayerClass("\n".join(init), texts, segments), built, calls)
 
     def _partial(self, layer: RuntimeLayer, method: str, entry: Entry) -> LayerCall:
-        """The call of a layer by an entry that its class has already, or is given; none where nothing of it is needed."""
+        """The call of a layer by an entry that its class has already, or is given; none where nothing is needed."""
         if not entry.lines:
             return LayerCall("", entry)
         for call in layer.calls.values():
