@@ -1,4 +1,4 @@
-"""Prompts alone are rewired in models whose streams are more than x + f(x): their checkpoint and their sharded module."""
+"""Prompts alone are rewired in models whose streams are more than x + f(x): their checkpoint and sharded module."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_checkpoint_computes_the_two_wirings(phased):
     def logits(**options):
         return model(input_ids=ids, use_cache=False, **options).logits
 
-    weights = {n: t for n, t in (*model.named_buffers(), *model.named_parameters())}
+    weights = dict((*model.named_buffers(), *model.named_parameters()))
     both = single_device(rewritten)
     prompts = PHASE.rewired(ids.shape[1]).expand(ids.shape)
     some = torch.rand(ids.shape, generator=torch.Generator().manual_seed(3)) < 0.5
