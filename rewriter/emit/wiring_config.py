@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from rewriter.ir import Program, args_of
+from rewriter.ir.carrying import stream_count
 from rewriter.ir.layer_plan import layer_plans
 from rewriter.ir.marks import Mode, marks
 from rewriter.ir.op_semantics import function_of, kind_of, starts_sum
@@ -35,9 +36,12 @@ def wiring_config(program: Program, bound: bool) -> dict[str, Any]:
     do. rewriter_pattern: per layer, the mode of each block by its name; rewriter_modes: the meaning of each mode. These
     two only where delays and norms do not say all. Where passes rewire the prompt alone, these describe rewired tokens,
     and rewriter_phase says how many at a prompt's ends are exact: exact_tail and exact_head. Where other passes rewire
-    exact tokens too, rewriter_exact has the same entries of theirs.
+    exact tokens too, rewriter_exact has the same entries of theirs. rewriter_streams: of how many vectors of the hidden
+    size the residual stream is, where not of one.
     """
     config: dict[str, Any] = {"rewriter_delays": _delays(program)}
+    if (streams := stream_count(program)) > 1:
+        config["rewriter_streams"] = streams
     if any(norms := _shared_norms(program)):
         config["rewriter_norms"] = norms
     meanings = mode_meanings(program)

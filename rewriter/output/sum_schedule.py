@@ -90,6 +90,11 @@ def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -
     delays = getattr(config, "rewriter_delays", None)
     if delays is None:
         raise Unsupported("config.json has no rewriter_delays: rewrite the model again with this version of rewriter")
+    if (streams := getattr(config, "rewriter_streams", None)) is not None:
+        raise Unsupported(
+            f"its layers mix {streams} residual streams, and vLLM's pass on one: use `rewrite serve DIR --engine "
+            "transformers`, or `rewrite generate` on several ranks"
+        )
     if getattr(config, "rewriter_exact", None) is not None:
         raise Unsupported("passes of all tokens rewire those that passes of the prompt leave exact")
     labels = [tuple(layer.values()) for layer in getattr(config, "rewriter_pattern", None) or ()]

@@ -26,6 +26,7 @@ from rewriter.emit.python_source import (
     quoted,
 )
 from rewriter.ir import Leaf, Program, Source, args_of, ops
+from rewriter.ir.carrying import stream_count
 from rewriter.ir.marks import marks
 from rewriter.ir.phases import REWIRED, prompt_phase
 from rewriter.ir.shapes import is_shape, stream_shape
@@ -94,7 +95,7 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
         *(_layer_class(program, kind, bound) for kind in kinds),
         _table(source, kinds),
         *_rewiring(program, bound, caches, phased),
-        *_model_classes(source, names, bound, phased),
+        *_model_classes(source, names, bound, phased, stream_count(program)),
         _conversions(source, names),
         *check,
     ]
@@ -321,12 +322,14 @@ def _drops_out(program: Program) -> bool:
     return False
 
 
-def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool) -> list[str]:
+def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool, streams: int) -> list[str]:
     """The config and model classes."""
     own = {"SourceConfig": source.config_class, "OwnConfig": names.config, "own_model_type": names.model_type}
     config = source_of(model.OwnConfig, own)
     if bound:
         config += "\n    rewriter_ranks: int | None = None"
+    if streams > 1:
+        config += "\n    rewriter_streams: int | None = None  # vectors of the hidden size that are the residual stream"
     if phased:
         config += "\n    rewriter_phase: dict[str, int] | None = None  # how many tokens at a prompt's ends stay exact"
     base = source_of(model.OwnModel, own | {"SourceModel": source.base_class, "OwnModel": names.base})

@@ -250,3 +250,12 @@ def test_blocks_may_read_through_another_norm():
     assert [b.before for b in found.branches] == [("norm_1",), ("norm_1",)]
     with pytest.raises(Unsupported, match="names"):
         form(Scaled).with_norms({"mlp": "after_1"})
+
+
+def test_several_streams_are_not_vllms():
+    """One line names them, and what serves the model instead."""
+    config = SimpleNamespace(rewriter_delays=[[0, 1]], rewriter_streams=4)
+    with pytest.raises(Unsupported, match=r"mix 4 residual streams.*rewrite serve DIR --engine transformers") as found:
+        schedule_of(config)
+    assert "\n" not in str(found.value)
+    assert schedule_of(SimpleNamespace(rewriter_delays=[[0, 1], [1, 1]])).overlapped
