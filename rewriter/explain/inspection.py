@@ -24,6 +24,7 @@ from rewriter.common.text_settings import declared_dtype
 from rewriter.explain.inspection_tables import tables
 from rewriter.explain.plan_table import plan_data, plan_text
 from rewriter.ir import Program
+from rewriter.ir.carrying import stream_count
 from rewriter.ir.communication import by_layer, by_place, collectives, quantized, summary
 from rewriter.ir.layer_plan import BlockPlan, layer_plans
 from rewriter.ir.ops import SequencePlan
@@ -102,6 +103,7 @@ def inspect(
             "type": original.source.model_type,
             "architecture": original.source.architecture,
             "layers": original.source.num_layers,
+            "streams": stream_count(original),
             "parameters": sum(math.prod(p.shape) for p in original.parameters.values()),
             "beside_text": _beside_text(skeleton.model, original),
             "dtype": declared_dtype(original.source.config) or "float32",
@@ -179,6 +181,7 @@ def _blocks(program: Program) -> list[dict[str, Any]]:
             "path": block.path,
             "mode": block.mode.name,
             "reads": _reads(block, writers, own, local),
+            "carries": block.carries,
             "stale": bool(program.origin) and block.reads != (block.index,),
             "writes": f"x after {writers[block.index]}",
             "reductions": [

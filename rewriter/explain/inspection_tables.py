@@ -28,9 +28,10 @@ def tables(data: Mapping[str, Any]) -> Group:
         )
     if data["blocks"]:
         sharded = bool(data["mesh"])
-        parts.append(_blocks(data["blocks"], sharded, ", of rewired tokens" if phases else ""))
+        streams = data["model"]["streams"]
+        parts.append(_blocks(data["blocks"], sharded, streams, ", of rewired tokens" if phases else ""))
         if phases:
-            parts.append(_blocks(phases["exact"]["blocks"], sharded, ", of exact tokens"))
+            parts.append(_blocks(phases["exact"]["blocks"], sharded, streams, ", of exact tokens"))
     else:
         parts.append(Text("no residual stream: its blocks cannot be distinguished (see the rules below)"))
     parts.append(_communication(data["communication"], data["recipe"], phases))
@@ -72,18 +73,20 @@ def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[s
     return table
 
 
-def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool, whose: str = "") -> Table:
-    """One row per block; layers with equal reads are one group, in which i stands for the layer. `whose`: of which
-    tokens, as the title ends."""
+def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool, streams: int = 1, whose: str = "") -> Table:
+    """One row per block; layers with equal reads are one group, in which i stands for the layer. `streams`: of how many
+    x is. `whose`: of which tokens, as the title ends."""
     whole = all(block["on_ranks"] == "split" for block in blocks)
     extra = ("reduction", "B/token", *(() if whole else ("on ranks",))) if sharded else ()
-    columns = ("layer", "block", "reads", *extra)
-    title = f"Residual stream{whose}: each block adds what it computes to x"
+    carried = ("x itself",) if any(block["carries"] != "as it is" for block in blocks) else ()
+    columns = ("layer", "block", "reads", *carried, *extra)
+    several = f" of {streams} streams" * (streams > 1)
+    title = f"Residual stream{whose}: each block adds what it computes to x{several}"
     table = plain_table(title, *columns, numbers=("B/token",), fold=columns)
     for layers, rows in fold(blocks):
         label = f"{spans(layers)}" + (f" ×{len(layers)}" if len(layers) > 1 else "")
         for row in rows:
-            cells = [label, *(escape(row[key]) for key in ("kind", "reads"))]
+            cells = [label, *(escape(row[key]) for key in ("kind", "reads", "carries")[: 2 + len(carried)])]
             cells += [escape(row["reduction"]), row["bytes"], escape(row["on_ranks"])][: len(extra)]
             table.add_row(*cells, style="bold" if row["stale"] else "")
             label = ""
@@ -119,6 +122,7 @@ def _row(block: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
     return {
         "kind": ("local " if block["local"] else "") + block["kind"],
         "reads": words(block["reads"]),
+        "carries": block["carries"],
         "reduction": _reduction(block),
         "bytes": f"{sum(r['bytes_per_token'] for r in block['reductions']):,}" if block["reductions"] else "–",
         "on_ranks": block["on_ranks"],

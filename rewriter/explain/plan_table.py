@@ -57,7 +57,8 @@ def reads(block: BlockPlan) -> str:
 def _sum(block: BlockPlan) -> str:
     """Fate of the sum over ranks of a block's output."""
     if block.reduction == "hidden":
-        return f"behind {block.meanwhile} block{'s' * (block.meanwhile > 1)}"
+        blocks = f"{block.meanwhile} block{'s' * (block.meanwhile > 1)}"
+        return f"behind {blocks if block.meanwhile else 'what x becomes'}"
     return {"none": "–", "exposed": "at once", "dropped": "left out"}[block.reduction]
 
 
@@ -75,10 +76,17 @@ def _group(group: LayerGroup) -> list[str]:
     ]
     head = ("block", "mode", "reads", "sum over ranks", "weights", "x after it, by rank")
     plan = group.plan
+    if any(block.carries != "as it is" for block in group.plan.blocks):
+        head, rows = (
+            (*head[:3], "x itself", *head[3:]),
+            [(*row[:3], block.carries, *row[3:]) for row, block in zip(rows, group.plan.blocks, strict=True)],
+        )
+    several = f"  x is {plan.streams} streams: {plan.streams} vectors a token"
     count = f"{plan.collectives} collective{'s' * (plan.collectives > 1)}"
     traffic = f"{count} ({plan.hidden} hidden), {plan.bytes_per_token:,} bytes a token"
     return [
         group.label + (f": {traffic}" if plan.collectives else ""),
+        *[several] * (plan.streams > 1),
         *_aligned([head, *rows]),
         f"  to what follows: {'; '.join(plan.crosses)}",
     ]

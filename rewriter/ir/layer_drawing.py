@@ -18,6 +18,8 @@ _WIDE, _HIGH = 64.0, 26.0  # of a box
 _LETTER = 6.1
 _STREAM = 118.0  # height of the stream
 _MOST = 8  # groups of layers
+_LINES, _APART = 6, 4.5  # of several streams: the most lines, and from one to the next
+_CARRIED = {"mixed": "mix", "scaled": "scale", "normed": "norm"}
 STYLE = (
     ".rl{stroke:currentColor;fill:none;stroke-width:1.3}.rs{stroke:currentColor;stroke-width:3.4;fill:none}"
     ".ro{stroke:currentColor;stroke-width:3.4;fill:none;stroke-dasharray:7 4}.rb{fill:#4a86d0}.rm{fill:#8a63b8}"
@@ -25,6 +27,8 @@ STYLE = (
     "text-anchor:middle}.rc{text-anchor:middle}.rq{font-size:11px;opacity:.75}.rn{fill:currentColor}"
     ".rx{fill:#d8552f}.rh{fill:#4f9c78}.rd{fill:none;stroke:#d8552f;stroke-width:1.6}"
     ".rp{stroke:var(--ground,#fff);stroke-width:1.4}.re{stroke:#c07a10;fill:none;stroke-width:1.9}"
+    ".rv{stroke-width:1.7;fill:none}.rk{stroke:currentColor;fill:var(--ground,#fff);stroke-width:1.3}"
+    ".rj{font:10px system-ui,sans-serif;fill:currentColor;text-anchor:middle}"
     ".ra{stroke-dasharray:4 3}.rg{stroke:currentColor;opacity:.3;stroke-dasharray:2 4;fill:none}"
 )
 LEGEND = (
@@ -49,11 +53,15 @@ def layers_drawing(layers: Sequence[LayerGroup], what: str) -> str:
     shown, left_out = list(layers[:_MOST]), layers[_MOST:]
     count = sum(len(group.blocks) for group in shown)
     width = _LEFT + count * _STEP + 30
-    parts, value = [text(0, 13, what, "rt"), circle(_x(0), _STREAM, 4, "rn")], 0
+    streams = shown[0].plan.streams
+    parts, value = [text(0, 13, what + f", {streams} streams" * (streams > 1), "rt")], 0
     for group in shown:
         parts += _group(group, value)
         value += len(group.blocks)
-    parts += [part for number in range(1, value + 1) for part in _sum(_x(number))]  # above what reads them
+    parts.append(circle(_x(0), _STREAM, max(4, _spread(streams)), "rn"))
+    blocks = [block for group in shown for block in group.blocks]
+    for place, block in enumerate(blocks, start=1):  # above what reads them
+        parts += _carried(block, _x(place - 0.5)) + _sum(_x(place), streams)
     if left_out:
         width += 90
         parts.append(text(_x(value) + 14, _STREAM + 4, f"… {sum(g.count for g in left_out)} more layers", "rt rq"))
@@ -73,16 +81,28 @@ def _group(group: LayerGroup, first: int) -> list[str]:
     parts = [path(f"M{number(begin)} 24V{number(_STREAM + 14)}", "rg")] if first else []
     parts.append(text((begin + end) / 2, 30, words, "rt rc"))
     for place, block in enumerate(group.blocks):
-        parts += _block(block, first + place)
+        parts += _block(block, first + place, group.plan.streams)
     return parts
 
 
-def _block(block: BlockPlan, value: int) -> list[str]:
+def _lines(streams: int) -> list[float]:
+    """Heights of the lines that the stream is drawn as: one for each of several, at most `_LINES`."""
+    count = min(streams, _LINES)
+    return [_STREAM + (line - (count - 1) / 2) * _APART for line in range(count)]
+
+
+def _spread(streams: int) -> float:
+    """Half the height of all of them."""
+    return (min(streams, _LINES) - 1) / 2 * _APART + 1.7 * (streams > 1)
+
+
+def _block(block: BlockPlan, value: int, streams: int) -> list[str]:
     """A box above the stream, its reads from the left, its write to the right."""
     high, wide = _HIGH, _WIDE + 26 * (len(block.name) > 10)
     middle, next_value = _x(value + 0.5), _x(value + 1)
     left, right, bottom = middle - wide / 2, middle + wide / 2, _TOP + high
-    parts = [path(f"M{number(_x(value))} {number(_STREAM)}H{number(next_value)}", "ro" if block.ranks_differ else "rs")]
+    style = ("ro" if block.ranks_differ else "rs") + " rv" * (streams > 1)
+    parts = [path(f"M{number(_x(value))} {number(y)}H{number(next_value)}", style) for y in _lines(streams)]
     for late in block.late:
         x, to = _x(max(value - late, -0.2)), left + 9
         style = "rl" if not late else "re ra" if block.own_part else "re"
@@ -98,9 +118,18 @@ def _block(block: BlockPlan, value: int) -> list[str]:
     return [*parts, *_reduction(block, next_value, bottom)]
 
 
-def _sum(x: float) -> list[str]:
+def _sum(x: float, streams: int) -> list[str]:
     cross = f"M{number(x - 3)} {number(_STREAM)}h6M{number(x)} {number(_STREAM - 3)}v6"
-    return [circle(x, _STREAM, 6, "rn"), path(cross, "rp")]
+    return [circle(x, _STREAM, max(6, _spread(streams)), "rn"), path(cross, "rp")]
+
+
+def _carried(block: BlockPlan, x: float) -> list[str]:
+    """What becomes of the stream under a block; nothing where the block only adds to it."""
+    word = _CARRIED.get(block.carries)
+    if word is None:
+        return []
+    title = f"{block.name} adds to the stream {_becomes(block)}"
+    return [rectangle(x - 17, _STREAM - 9, 34, 18, "rk", title, 9), text(x, _STREAM + 3.5, word, "rj")]
 
 
 def _reduction(block: BlockPlan, x: float, bottom: float) -> list[str]:
@@ -124,7 +153,12 @@ def _late(late: int) -> str:
 def _words(block: BlockPlan) -> str:
     reads = ", ".join(f"the stream {_late(late)}" for late in block.late) or "nothing of the stream"
     own = ", with what this rank has added since" if block.own_part else ""
-    return f"{block.name} ({block.kind}, {block.mode.label}): reads {reads}{own}"
+    carried = f", adds to the stream {_becomes(block)}" if block.carries in _CARRIED else ""
+    return f"{block.name} ({block.kind}, {block.mode.label}): reads {reads}{own}{carried}"
+
+
+def _becomes(block: BlockPlan) -> str:
+    return {"mixed": "whose lines it mixes"}.get(block.carries, f"that is {block.carries} before")
 
 
 def _legend(layers: Sequence[LayerGroup]) -> tuple[list[str], float]:

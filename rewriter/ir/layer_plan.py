@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import fx
 
 from rewriter.ir import Leaf, Program, ops, walk_modules
+from rewriter.ir.carrying import Carrying, carrying_of, stream_count
 from rewriter.ir.communication import Collective, collectives, computed_meanwhile, local_values, split_paths
 from rewriter.ir.marks import Mode, block_of, in_stream, marks, running_layer, stream_index
 from rewriter.ir.residual import (
@@ -38,7 +39,7 @@ class BlockPlan:
     rank has added since. `ranks_differ`: after the block, ranks hold different values of the stream. `reduction` is
     what becomes of the sum over ranks, "none" on one device and of a `local` block. `meanwhile` is how many blocks
     compute between its start and its wait. `split`: "split", "split in part" or "replicated" over the ranks, "one
-    device" on one.
+    device" on one. `carries`: what becomes of the value that the block adds to.
     """
 
     name: str
@@ -55,6 +56,7 @@ class BlockPlan:
     split: str
     collectives: tuple[Collective, ...]
     local: bool = False
+    carries: Carrying = "as it is"
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One decoder layer. `crosses`: the values that it hands to the next one, the residual stream first.
+    """One decoder layer. `crosses`: the values that it hands to the next one, the residual stream first, which is of
+    `streams` vectors of the hidden size.
 
     `collectives`, `hidden` (behind another block's computation) and `bytes_per_token` count what a forward pass sends.
     """
@@ -82,6 +85,7 @@ class LayerPlan:
     collectives: int
     hidden: int
     bytes_per_token: int
+    streams: int = 1
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,10 @@ class LayerGroup:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        own = ("name", "kind", "late", "own_part", "ranks_differ", "reduction", "meanwhile")
+        own = ("name", "kind", "late", "own_part", "ranks_differ", "reduction", "meanwhile", "carries")
         blocks = [{"mode": b.mode.label} | {name: getattr(b, name) for name in own} for b in self.blocks]
-        totals = {name: getattr(self.plan, name) for name in ("crosses", "collectives", "hidden", "bytes_per_token")}
+        names = ("crosses", "collectives", "hidden", "bytes_per_token", "streams")
+        totals = {name: getattr(self.plan, name) for name in names}
         return {"first": self.first, "last": self.last, "blocks": blocks} | totals
 
 
@@ -143,6 +148,7 @@ class _Planner:
         self.blocks = residual_blocks(program)
         self.stream = stream_values(self.graph)
         self.local = local_values(self.graph, program.parameters) if program.mesh else set()
+        self.streams = stream_count(program) if self.blocks else 1
         self.sent = collectives(program)
         self.split_paths = split_paths(program.parameters)
         meanwhile = computed_meanwhile(self.graph, program.modules)
@@ -154,7 +160,7 @@ class _Planner:
         for layer, members in sorted(by_layer(self.blocks).items()):
             own = [c for c in self.sent if c.layer == layer]
             traffic = len(own), sum(c.hidden for c in own), sum(c.bytes_per_token for c in own)
-            plans.append(LayerPlan(layer, tuple(map(self._block, members)), crossing[layer], *traffic))
+            plans.append(LayerPlan(layer, tuple(map(self._block, members)), crossing[layer], *traffic, self.streams))
         return tuple(plans)
 
     def _block(self, block: Block) -> BlockPlan:
@@ -180,6 +186,7 @@ class _Planner:
             split=split if self.program.mesh else "one device",
             collectives=mine,
             local=block.local,
+            carries=carrying_of(block, self.program, self.streams),
         )
 
 
