@@ -220,7 +220,8 @@ def _what(
     gives = len(layer.gives)
     if gives > 1:
         older = [f"what it was {_count(age)} before" for age in layer.ages[1:] if age]
-        carried = " and ".join(older) if len(older) == gives - 1 else f"{gives - 1} earlier values"
+        values = f"{gives - 1} value{'s' * (gives > 2)} that it computed before"
+        carried = " and ".join(older) if len(older) == gives - 1 else values
         sentences.append(f"It hands on the residual stream, and {carried}.")
     elif len(layer.takes) > 1:
         sentences.append("It hands on the residual stream alone.")

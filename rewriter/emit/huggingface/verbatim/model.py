@@ -16,8 +16,10 @@ vectors = int  # how many vectors of the hidden size that is. `sum` where values
 
 
 def rewire(model, layers, config=None):
-    """Give every decoder layer of `model`, a SourceModel or the part of one that owns them, the class that `config` (by
-    default its own) names."""
+    """Give every decoder layer of `model`, a SourceModel, the class that `config` (by default its own) names.
+
+    `model` is the part of one that owns the layers where the source's causal LM calls that part.
+    """
     config = model.config if config is None else config
     if config.rewriter_ranks != RANKS:
         raise ValueError(
