@@ -63,24 +63,22 @@ def _sum(block: BlockPlan) -> str:
 
 
 def _group(group: LayerGroup) -> list[str]:
+    plan = group.plan
+    carried = any(block.carries != "as it is" for block in plan.blocks)
     rows = [
         (
             block.name,
             block.mode.label,
             reads(block),
+            *[block.carries] * carried,
             _sum(block),
             block.split,
             "differs" if block.ranks_differ else "same",
         )
-        for block in group.plan.blocks
+        for block in plan.blocks
     ]
-    head = ("block", "mode", "reads", "sum over ranks", "weights", "x after it, by rank")
-    plan = group.plan
-    if any(block.carries != "as it is" for block in group.plan.blocks):
-        head, rows = (
-            (*head[:3], "x itself", *head[3:]),
-            [(*row[:3], block.carries, *row[3:]) for row, block in zip(rows, group.plan.blocks, strict=True)],
-        )
+    extra = ("x itself",) if carried else ()
+    head = ("block", "mode", "reads", *extra, "sum over ranks", "weights", "x after it, by rank")
     several = f"  x is {plan.streams} streams: {plan.streams} vectors a token"
     count = f"{plan.collectives} collective{'s' * (plan.collectives > 1)}"
     traffic = f"{count} ({plan.hidden} hidden), {plan.bytes_per_token:,} bytes a token"

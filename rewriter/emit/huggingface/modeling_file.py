@@ -346,8 +346,8 @@ def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool,
     owner = owner_of_layers(source)
     called = f"rewire(self.{owner}, self.{source.layers})"
     root = source.layers.partition(".")[0]
-    own = called.replace(f"self.{root}.", "self.").replace(f"self.{root},", "self,")
-    return [config, base.replace(rewire, own), causal.replace(rewire, called)]
+    inside = called.replace(f"self.{root}.", "self.").replace(f"self.{root},", "self,")
+    return [config, base.replace(rewire, inside), causal.replace(rewire, called)]
 
 
 def _conversions(source: Source, names: ModelNames) -> str:

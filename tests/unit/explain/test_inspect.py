@@ -57,7 +57,7 @@ def test_what_every_rank_computes_is_local_and_never_missed() -> None:
     inspection = inspect(small_config("gemma4_text"), "ladder", 2)
     attention = next(b for b in inspection.data["blocks"] if (b["layer"], b["kind"]) == (1, "attention"))
     assert attention["reads"] == "x after attention 0 (stale: misses mlp 0)"
-    assert re.search(r"local mlp +x after attention i \(stale: misses mlp i\) +none", printed(inspection))
+    assert re.search(r"local mlp +x after attention i \(stale: misses mlp i\) +as it is +none", printed(inspection))
 
 
 def test_bytes_per_token_are_payloads() -> None:

@@ -16,7 +16,7 @@ SLOW = pytest.mark.slow
 # streams, and what the blocks of the second layer carry on, as docs/concepts/general-streams.md has it
 CARRIED = {
     "bart": (1, ("normed", "normed")),
-    "gemma4_text": (1, ("as it is", "as it is", "scaled")),
+    "gemma4_text": (1, ("scaled", "as it is", "as it is")),  # the scalar of the layer before
     "zaya": (1, ("scaled", "scaled")),
     "qwen4_exp_text": (4, ("as it is", "as it is")),
     "hy_v4": (4, ("as it is", "as it is")),
