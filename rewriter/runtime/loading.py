@@ -335,7 +335,7 @@ def fill(
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     now = {name: first for first, name in chosen.items() if not (stream and first in trained)}
     on_host = {f"{path}.weight" for path, m in model.named_modules() if isinstance(m, OffloadedEmbedding)}
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for where, names in ((device, now.keys() - on_host), ("cpu", now.keys() & on_host)):
         tensors |= weights.read({name: casts[name] for name in now if name in names}, where, keep_quantized)
     state = {now[name]: tensor for name, tensor in tensors.items()}
