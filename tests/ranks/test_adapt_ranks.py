@@ -83,7 +83,7 @@ def alone(name: str, **options: Any) -> Path:
 
 
 def assert_same_training(result: Path, expected: Path) -> None:
-    """Losses, gradient norms and losses after training, within rounding; weights, which bf16 rounds, mostly equal."""
+    """Losses, gradient norms and losses after training, within rounding; weights, rounded to bf16, mostly equal."""
     ours, theirs = read_metrics(result / "training"), read_metrics(expected / "training")
     assert len(ours) == len(theirs) == STEPS
     for a, b in zip(ours, theirs, strict=True):
@@ -92,7 +92,7 @@ def assert_same_training(result: Path, expected: Path) -> None:
         assert a["learning_rate"] == b["learning_rate"]
     written = load_file(expected / "model.safetensors")
     for name, tensor in load_file(result / "model.safetensors").items():
-        differs = (tensor != written[name]).float().mean()
+        differs = (tensor.bfloat16() != written[name].bfloat16()).float().mean()  # some are stored in fp32
         assert differs < 0.02, f"{name}: {differs:.1%} of its elements"
 
 
