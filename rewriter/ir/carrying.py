@@ -1,4 +1,4 @@
-"""What a block X' = K(X) + b(X) ⊗ F carries on of the stream, in a word, and how many streams there are."""
+"""K(X) of a block X' = K(X) + b(X) ⊗ F in a word, and the number of streams of X."""
 
 from __future__ import annotations
 
