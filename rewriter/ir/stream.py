@@ -20,7 +20,8 @@ from torch import fx
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import stream_width
-from rewriter.ir import Leaf, Module, Opaque, Program, nodes_inside, ops, reachable
+from rewriter.ir import Leaf, Module, Opaque, Program, nodes_inside, ops, placeholders, reachable
+from rewriter.ir.labels import is_tensor, value_of
 from rewriter.ir.marks import layer_of, mark, marks
 from rewriter.ir.op_semantics import data_of
 from rewriter.ir.residual import (
@@ -171,9 +172,9 @@ def _mark_block(index: int, block: _Found, stream: set[fx.Node]) -> None:
 def is_summed(module: Module, width: int) -> bool:
     """True if ranks share what a module computes, and sum it, whatever this version can split.
 
-    Attention, mixers with a state, experts, and projections at least half as wide inside as the stream. What is
-    narrower (embeddings per layer, adapters, coefficients) and convolutions alone are local: a sum would cost more than
-    it saves.
+    Attention, mixers with a state, experts, and projections of hidden states at least half as wide inside as the
+    stream. What is narrower (embeddings per layer, adapters, coefficients), projections of embeddings of a layer's own
+    ids and convolutions alone are local: a sum would cost more than it saves.
     """
     if isinstance(module, Opaque):
         return any(len(s) > 2 or (len(s) == 2 and 2 * min(s) >= width) for s in module.parameters.values())
@@ -185,7 +186,9 @@ def is_summed(module: Module, width: int) -> bool:
 def _is_wide(module: Module, width: int) -> bool:
     if isinstance(module, Leaf):
         return has_projection(module) and 2 * min(module.parameters["weight"]) >= width
-    return any(_is_wide(child, width) for child in module.modules.values())
+    hidden = [n for n in placeholders(module.graph) if is_tensor(n) and value_of(n).dtype.is_floating_point]
+    reading = reachable(hidden, lambda n: n.users)
+    return any(n.op == "call_module" and _is_wide(module.modules[str(n.target)], width) for n in reading)
 
 
 def weighs(module: Module) -> bool:

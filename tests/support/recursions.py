@@ -88,7 +88,11 @@ def _qwen4_exp_text(layer: Any, kw: dict[str, Any]) -> list[Block]:
 
         return Block(_alone(lambda x: f(mixes(x)[0])), write=write)
 
-    return [block(layer.attn_hyper_connection, mixed), block(layer.mlp_hyper_connection, layer.mlp)]
+    def embedded(x: Tensor) -> Tensor:
+        return layer.ple(x, kw["ple_input_ids"], None, conv_mask=kw["conv_mask"])
+
+    ngrams = [Block(_alone(embedded), shared=False)] if layer.ple is not None else []
+    return [*ngrams, block(layer.attn_hyper_connection, mixed), block(layer.mlp_hyper_connection, layer.mlp)]
 
 
 def _gemma4_text(layer: Any, kw: dict[str, Any]) -> list[Block]:
