@@ -183,10 +183,14 @@ class _Sharder:
             self._shard(f"{path}.{name}", shard)
 
     def vocabulary(self) -> None:
-        """Split embedding and head by vocabulary rows, tied ones together."""
+        """Split embedding and head by vocabulary rows, tied ones together.
+
+        Projections between the last layer and the head stay whole: it costs less to compute them than to gather.
+        """
         lookups = [n for n in self.graph.nodes if self._is_lookup(n)]
         leaves = {n: called_module(n, self.modules) for n in self.graph.nodes if marks(n).layer is None}
-        heads = [n for n, leaf in leaves.items() if isinstance(leaf, Leaf) and leaf.kind == "Linear"]
+        linear = [n for n, leaf in leaves.items() if isinstance(leaf, Leaf) and leaf.kind == "Linear"]
+        heads = [n for n in linear if not any(m in linear for m in reachable(n.users, lambda m: m.users))]
         by_weight: dict[str, list[fx.Node]] = {}
         for node in (*lookups, *heads):
             by_weight.setdefault(self._weight(node), []).append(node)

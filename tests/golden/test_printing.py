@@ -160,7 +160,7 @@ import rewriter as rw
 program = rw.rewrite(rw.trace(sys.argv[1]), "ladder-upper-half", tp=2)
 print(*set(program.source.config["layer_types"]))
 print(program.text(full=True))
-rw.save(program, sys.argv[2], verify="none")
+rw.save(program, sys.argv[2], options=rw.SaveOptions(verify="none"))
 """
 
 

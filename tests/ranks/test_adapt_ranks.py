@@ -83,7 +83,7 @@ def alone(name: str, **options: Any) -> Path:
 
 
 def assert_same_training(result: Path, expected: Path) -> None:
-    """Losses, gradient norms and losses after training, within rounding; weights, rounded to bf16, mostly equal."""
+    """Losses, gradient norms and losses after training, within rounding; weights, which bf16 rounds, mostly equal."""
     ours, theirs = read_metrics(result / "training"), read_metrics(expected / "training")
     assert len(ours) == len(theirs) == STEPS
     for a, b in zip(ours, theirs, strict=True):
@@ -92,8 +92,24 @@ def assert_same_training(result: Path, expected: Path) -> None:
         assert a["learning_rate"] == b["learning_rate"]
     written = load_file(expected / "model.safetensors")
     for name, tensor in load_file(result / "model.safetensors").items():
-        differs = (tensor.bfloat16() != written[name].bfloat16()).float().mean()  # some are stored in fp32
+        differs = (tensor != written[name]).float().mean()
         assert differs < 0.02, f"{name}: {differs:.1%} of its elements"
+
+
+def assert_same_change(result: Path, expected: Path, source: Path) -> None:
+    """Losses within rounding; weights that training moved from `source` to the same place, within 1 % of the way.
+
+    Adam divides small gradients by their size, those of mixing coefficients too, so that more elements round
+    otherwise than `assert_same_training` takes.
+    """
+    ours, theirs = read_metrics(result / "training"), read_metrics(expected / "training")
+    assert [a["loss"] for a in ours] == pytest.approx([b["loss"] for b in theirs], rel=2e-5)
+    assert [a["grad_norm"] for a in ours] == pytest.approx([b["grad_norm"] for b in theirs], rel=1e-3)
+    before, found, wanted = (load_file(folder / "model.safetensors") for folder in (source, result, expected))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        off, way = ((tensor.double() - other[name].double()).norm() for other in (found, before))
+        assert off <= 0.01 * way, f"{name}: {off / way:.1%} of its change"
 
 
 TWO: list[Case] = [
@@ -167,7 +183,7 @@ def test_two_ranks_heal_values_that_layers_hand_on_as_one_device(family: str, tm
     run_ranks(train, 2, files(cases), tmp_path, cases, timeout=1800)
     expected = alone(family, **whole)
     for index in range(len(cases)):
-        assert_same_training(tmp_path / str(index), expected)
+        assert_same_change(tmp_path / str(index), expected, files(cases)[family])
     done = read_manifest(expected).adaptation
     assert done is not None
     assert done.losses["after"] < done.losses["before"]
