@@ -267,6 +267,8 @@ def test_a_ladder_hides_sums_where_modules_compute_what_is_carried_on():
     sums = [m for m in collectives(sharded) if m.place == "block"]
     assert sums
     assert all(m.hidden for m in sums)
+    # the projections that make one stream of several, before the head, are not gathered
+    assert [m.place for m in collectives(sharded)].count("head") == 1
 
 
 @pytest.mark.parametrize("name", ["bart", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma4_text", "hy_v4"))])
