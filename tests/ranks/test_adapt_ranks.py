@@ -97,7 +97,7 @@ def assert_same_training(result: Path, expected: Path) -> None:
 
 
 def assert_same_change(result: Path, expected: Path, source: Path) -> None:
-    """Losses within rounding; weights that training moved from `source` to the same place, within 1 % of the way.
+    """Losses within rounding; weights that training moved from `source` to the same place, within 2 % of the way.
 
     Adam divides small gradients by their size, those of mixing coefficients too, so that more elements round
     otherwise than `assert_same_training` takes.
@@ -109,7 +109,7 @@ def assert_same_change(result: Path, expected: Path, source: Path) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         off, way = ((tensor.double() - other[name].double()).norm() for other in (found, before))
-        assert off <= 0.01 * way, f"{name}: {off / way:.1%} of its change"
+        assert off <= 0.02 * way, f"{name}: {off / way:.1%} of its change"
 
 
 TWO: list[Case] = [
