@@ -180,7 +180,7 @@ def _mask_of_chosen(size: int, topk_indices: Tensor, query_states: Tensor, kv_le
     """What is added to scores, [B, 1, S, T], where an attention module makes it of the blocks that were chosen."""
     batch, _, queries, _ = query_states.shape
     anchor = query_states.new_zeros(batch, queries, kv_length, dtype=torch.bool)
-    causal = _traced.mask(anchor, "causal", None, query_states.dtype)
+    causal = _traced.mask(anchor, [], "causal", None, query_states.dtype)
     seen = _Recording().tokens_seen(topk_indices, size)
     return causal.masked_fill(~seen, torch.finfo(query_states.dtype).min)
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from rewriter.check.coverage.configs import small_config
 from rewriter.common.model_class import auto_class
+from rewriter.passes.sequence.sequence_plans import attentions
+from rewriter.tracing import trace
 from rewriter.tracing.key_blocks import modules_of_blocks
 
 TYPES = {
@@ -74,3 +76,11 @@ def test_a_module_that_chooses_the_lowest_scores_is_not(model_type: str, monkeyp
 
     monkeypatch.setattr(kind, "forward", forward)
     assert not modules_of_blocks(module)
+
+
+def test_attention_sees_the_tokens_of_chosen_blocks() -> None:
+    """GLM 5 Next's layers make a mask of the blocks that an indexer chose, of their own layer or of one before."""
+    program = trace(small_config("glm5_next"))
+    reading = [node for _, node in attentions(program) if "block" in node.kwargs]
+    assert reading
+    assert all(node.kwargs["keys"] is not None for node in reading)
