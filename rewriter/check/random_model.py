@@ -106,10 +106,9 @@ def _randomize(model: PreTrainedModel, name: str, parameter: torch.Tensor, stren
     parameter.copy_(noise * strength / math.sqrt(inputs))
 
 
-@torch.no_grad()
 def _fill(buffer: torch.Tensor, owner: torch.nn.Module) -> None:
-    """What is stored and zero at first: a bias that training moves without gradients, as routers have; a table of each
-    token's experts, int [vocabulary, experts per token], whose rows get different ones."""
+    """Numbers for a buffer that is stored and zero at first: a bias that training moves without gradients, as routers
+    have; a table of each token's experts, int [vocabulary, experts per token], whose rows get different ones."""
     experts = getattr(owner, "num_experts", None)
     if buffer.is_floating_point():
         buffer.add_(torch.randn(buffer.shape) * 0.15)

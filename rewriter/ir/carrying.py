@@ -30,6 +30,7 @@ def stream_count(program: Program) -> int:
 
 def carrying_of(block: Block, program: Program, streams: int) -> Carrying:
     """K(X): the stream itself, its multiple by stored or computed factors, a norm of it, or a mixture of `streams`."""
+    other: Carrying = "mixed" if streams > 1 else "normed"
     waiting = [node for node in block.carried if node is not block.skip]
     seen: set[fx.Node] = set()
     found: set[Carrying] = set()
@@ -41,17 +42,14 @@ def carrying_of(block: Block, program: Program, streams: int) -> Carrying:
         if node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
             call = node.all_input_nodes[0]
             if not _hands_on(call, args_of(node)[1], program):
-                found.add("mixed" if streams > 1 else "normed")
+                found.add(other)
             continue
         if function_of(node) in ("mul", "div", "add"):
             found.add("scaled")
         elif kind_of(node) not in _KEEPING:
-            found.add("mixed" if streams > 1 else "normed")
+            found.add(other)
         waiting += data_of(node)
-    for word in ("mixed", "normed", "scaled"):
-        if word in found:
-            return word
-    return "as it is"
+    return other if other in found else "scaled" if found else "as it is"
 
 
 def _hands_on(call: fx.Node, place: object, program: Program) -> bool:

@@ -124,7 +124,7 @@ def _sum(x: float, streams: int) -> list[str]:
 
 
 def _carried(block: BlockPlan, x: float) -> list[str]:
-    """What becomes of the stream under a block; nothing where the block only adds to it."""
+    """The word for K(X) under a block; nothing where the block only adds to the stream."""
     word = _CARRIED.get(block.carries)
     if word is None:
         return []

@@ -41,13 +41,12 @@ def _rows(module: Any, ids: Tensor) -> Tensor:
     """
     end, longest, heads = module.eos_token_id, module.context_len, module.heads_per_ngram
     behind = F.pad((ids - end).unsqueeze(1), (longest, 0)).squeeze(1)
-    token, within = ids, None
-    mixed = token * module.layer_multipliers[0]
+    mixed = ids * module.layer_multipliers[0]
+    nearer: Tensor | None = None
     rows = []
     for distance in range(1, longest + 1):
         token = behind[:, longest - distance : -distance]
-        nearer = token if within is None else token.masked_fill(~within, 0)
-        within = nearer != 0
+        nearer = token if nearer is None else token.masked_fill(nearer == 0, 0)
         mixed = torch.bitwise_xor(mixed, (nearer + end) * module.layer_multipliers[distance])
         own = slice((distance - 1) * heads, distance * heads)
         rows.append(mixed.unsqueeze(-1) % module.ngram_heads_vocab_sizes[own] + module.ngram_heads_offsets[own])

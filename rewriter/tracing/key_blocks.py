@@ -177,7 +177,7 @@ def _pool_indexer(module: Any, x: Tensor, q_residual: Tensor, does: _Recording) 
 
 
 def _mask_of_chosen(size: int, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
-    """What is added to scores, [B, 1, S, T], where an attention module makes it of the blocks that were chosen."""
+    """The mask added to scores, [B, 1, S, T], that an attention module makes of the blocks that were chosen."""
     batch, _, queries, _ = query_states.shape
     anchor = query_states.new_zeros(batch, queries, kv_length, dtype=torch.bool)
     causal = _traced.mask(anchor, [], "causal", None, query_states.dtype)

@@ -343,11 +343,12 @@ def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool,
         base = base.replace(line, f"{line}    forward = with_rewired({source.base_class}.forward)\n")
         causal = causal.replace(line, f"{line}    forward = with_rewired({source.architecture}.forward)\n")
         causal = causal.replace(f"({source.architecture})", f"(PhasedGeneration, {source.architecture})", 1)
-    owner = owner_of_layers(source)
-    called = f"rewire(self.{owner}, self.{source.layers})"
-    root = source.layers.partition(".")[0]
-    inside = called.replace(f"self.{root}.", "self.").replace(f"self.{root},", "self,")
-    return [config, base.replace(rewire, inside), causal.replace(rewire, called)]
+    owner, root = owner_of_layers(source), source.layers.partition(".")[0]
+
+    def rewired(model: str) -> str:
+        return f"rewire({model}{owner.removeprefix(root)}, {model}{source.layers.removeprefix(root)})"
+
+    return [config, base.replace(rewire, rewired("self")), causal.replace(rewire, rewired(f"self.{root}"))]
 
 
 def _conversions(source: Source, names: ModelNames) -> str:

@@ -151,7 +151,7 @@ class _ProjectionWalk:
         self.child = PerRankChild()
 
     def module(self, module: Module, prefix: str, inputs: Sequence[_Value]) -> _Value | tuple[_Value, ...]:
-        """What the module returns: one value, or several."""
+        """The value that the module returns, or several."""
         if isinstance(module, Leaf):
             return self._leaf(module, prefix, inputs[0])
         if not isinstance(module, Body):

@@ -87,7 +87,7 @@ def owner_of_layers(source: Source) -> str:
     if not owner:
         return base
     forward = inspect.unwrap(getattr(importlib.import_module(source.module), source.architecture).forward)
-    calls = (n for n in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))) if isinstance(n, ast.Call))
+    calls = (n for n in ast.walk(_definition(forward)) if isinstance(n, ast.Call))
     return f"{base}.{owner}" if f"self.{base}.{owner}" in {ast.unparse(call.func) for call in calls} else base
 
 
@@ -95,7 +95,11 @@ def _forward(source: Source) -> tuple[Any, ast.stmt]:
     """The forward of the source's layer, and its definition as a syntax tree."""
     module = importlib.import_module(source.module_of(source.layer_class))
     forward = getattr(module, source.layer_class).forward
-    return forward, ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    return forward, _definition(forward)
+
+
+def _definition(function: Any) -> ast.stmt:
+    return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
 
 
 def config_module(source: Source) -> str:

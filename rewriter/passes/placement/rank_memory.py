@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rewriter.ir import Leaf, Module, Opaque, Program, args_of, called_module, nodes_inside, ops
+from rewriter.ir import Leaf, Module, Opaque, Program, args_of, called_module, nodes_inside, ops, walk_modules
 from rewriter.ir.communication import model_dtype_bytes
 from rewriter.ir.labels import reduced_shape, value_of
 from rewriter.ir.marks import in_stream, marks
@@ -49,18 +49,12 @@ def memory(program: Program) -> RankMemory:
     widest = max((_widths(m) for m in {id(m): m for m in called if m is not None}.values()), default=0)
     stream = max((_width(shapes[node]) for node in nodes if in_stream(node)), default=0)
     logits = _width(shapes[program.graph.output_node()])
-    offloaded = sum(map(_offloaded, program.modules.values()))
+    leaves = [module for _, module in walk_modules(program.modules) if isinstance(module, Leaf)]
+    offloaded = sum(math.prod(leaf.parameters["weight"]) for leaf in leaves if leaf.kind == "OffloadedEmbedding")
     return RankMemory(
         full * size, (local - offloaded) * size, cache * size, windowed * size, _states(program, size), logits * size,
         widest * size, stream * size,
     )  # fmt: skip
-
-
-def _offloaded(module: Module) -> int:
-    """Elements of the parameters of a module that stay in the host's memory."""
-    if isinstance(module, Leaf):
-        return math.prod(module.parameters["weight"]) if module.kind == "OffloadedEmbedding" else 0
-    return 0 if isinstance(module, Opaque) else sum(map(_offloaded, module.modules.values()))
 
 
 def _states(program: Program, size: int) -> int:

@@ -1,4 +1,4 @@
-"""What `adapt` trains by, of models whose layers hand values on beside a stream of any form: the gradients of the
+"""Gradients that `adapt` trains by, of models whose layers hand values on beside a stream of any form: those of the
 unmodified model whose blocks read late (`rewriter.check.withheld_reference`), by the Hugging Face file and by the
 module of one rank; on two ranks in `ranks/test_adapt_general_streams.py`."""
 
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_unmodified_model(kind: Any, name: str, scrat
 
 
 def detached(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """What a module hands on without its gradient: seeded."""
+    """The value that a module hands on, without its gradient: a seeded fault."""
     for shared in (value for value in kwargs.values() if isinstance(value, MutableMapping)):
         for key, values in list(shared.items()):
             if isinstance(values, tuple):
