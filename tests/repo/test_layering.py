@@ -4,6 +4,7 @@ Every import is read from the source, those inside functions and under TYPE_CHEC
 """
 
 import ast
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def test_no_file_is_longer_than_500_lines():
     files = [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")]
     lengths = {str(path): len(path.read_text().splitlines()) for path in files}
     assert {path: length for path, length in lengths.items() if length > 500} == {}
+
+
+def test_every_file_of_tests_has_a_name_of_its_own():
+    """pytest imports the files of tests by their names alone: two of one name stop the run that collects both."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_room_has_a_floor():

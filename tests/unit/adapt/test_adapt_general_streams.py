@@ -1,6 +1,6 @@
 """Gradients that `adapt` trains by, of models whose layers hand values on beside a stream of any form: those of the
 unmodified model whose blocks read late (`rewriter.check.withheld_reference`), by the Hugging Face file and by the
-module of one rank; on two ranks in `ranks/test_adapt_general_streams.py`."""
+module of one rank; on two ranks in `ranks/test_adapt_ranks_general_streams.py`."""
 
 from __future__ import annotations
 
