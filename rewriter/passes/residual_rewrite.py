@@ -302,6 +302,10 @@ class _LateReads:
                     node.replace_input_with(source, given[source])
                 continue
             inputs = {n: given.get(n, n) for n in node.all_input_nodes}
+            if _casts_nothing(node, inputs):
+                given[node] = inputs[args_of(node)[0]]
+                mark(node, block=None)
+                continue
             record = marks(node).only("layer", "block")
             with self.graph.inserting_before(node):
                 for factor in inputs if differs and node.op != "call_module" else ():
@@ -356,7 +360,9 @@ def carried_on(block: Block, value: fx.Node, record: Marks, enters: bool = False
         if node not in made and marks(node).carry == block.index and node.all_input_nodes:
             inputs = {n: of(n) for n in node.all_input_nodes}
             made[node] = node
-            if any(new is not old for old, new in inputs.items()):
+            if _casts_nothing(node, inputs):
+                made[node] = inputs[args_of(node)[0]]
+            elif any(new is not old for old, new in inputs.items()):
                 for old, new in inputs.items():
                     if enters and new is old and node.op != "call_module":
                         inputs[old] = new_call(node.graph, record, ops.copy_to_group, old, AXIS)
@@ -365,6 +371,17 @@ def carried_on(block: Block, value: fx.Node, record: Marks, enters: bool = False
         return made.get(node, node)
 
     return [of(term) for term in block.carried]
+
+
+def _casts_nothing(node: fx.Node, inputs: Mapping[fx.Node, fx.Node]) -> bool:
+    """True of a cast that, with these inputs, is one to the dtype that its value has: to which that was cast itself."""
+
+    def of_dtype(value: fx.Node) -> fx.Node:
+        while value.target is ops.type_as_model:
+            value = args_of(value)[1]
+        return value
+
+    return node.target is ops.type_as_model and len({of_dtype(value) for value in inputs.values()}) == 1
 
 
 def carries_by_constants(block: Block) -> bool:

@@ -40,7 +40,7 @@ from rewriter.emit.python_source import UniqueNames, broken
 from rewriter.ir import Body, Leaf, Program, args_of, drop_dead_nodes, ops
 from rewriter.ir.communication import local_values
 from rewriter.ir.marks import IN_MAPPING, in_stream, layer_of, marks, stream_index
-from rewriter.ir.op_semantics import aten, function_of, kind_of
+from rewriter.ir.op_semantics import aten, function_of, is_movement, kind_of
 from rewriter.ir.phases import REWIRED
 from rewriter.ir.residual import computes, is_add, is_scaling, residual_blocks
 from rewriter.ir.shapes import stream_shape
@@ -275,8 +275,8 @@ class _HuggingFaceLayers:
         for node, name in results.items():
             read = call.read if (call := marks(node).python) is not None else ()
             handed_on |= {place: f"{name}[{item}]" for item, place in read if place is not None}
-        newest = marks(gives[0]).stream
-        ages = tuple(None if newest is None or not in_stream(g) else newest - stream_index(g) for g in gives)
+        newest, *others = map(_stream_number, gives)
+        ages = (0, *(None if newest is None or number is None else newest - number for number in others))
         return PrintedLayer(
             tuple(self.names[n] for n in takes),
             tuple(self.names[n] for n in gives),
@@ -296,9 +296,12 @@ class _HuggingFaceLayers:
         return self.ranks if self.form[node] == "per_rank" else 1
 
     def _is_inlined(self, node: fx.Node) -> bool:
-        """A sum or mean over the ranks stands where its one use is, in its layer, unless it is the stream itself."""
+        """True of a sum or mean over the ranks and of a cast or movement: it stands where its one use is, in its layer,
+        unless it is the stream itself."""
         if len(node.users) != 1 or in_stream(node) or marks(next(iter(node.users))).layer != marks(node).layer:
             return False
+        if self.form[node] == "same" and (kind_of(node) == "cast" or is_movement(node)):
+            return marks(node).handed_on is None
         return node.target is ops.all_reduce or (self.form[node] == "total" and _is_scaled(node))
 
     def _node(self, node: fx.Node) -> None:
@@ -324,7 +327,12 @@ class _HuggingFaceLayers:
             text = self._expression(node, self._operands(node))
         else:
             raise RewriterError(f"{node.name}: {node.target} of a value that differs by rank cannot be printed")
-        name = self.names[node] = self.unique.new(self._wish(node))
+        cast = args_of(node)[0] if form == "same" and kind_of(node) == "cast" else None
+        if cast is not None and in_stream(cast) and len(cast.users) == 1 and marks(cast).layer == marks(node).layer:
+            name = self.names[cast]  # in place of it
+        else:
+            name = self.unique.new(self._wish(node))
+        self.names[node] = name
         self.statements.append((name, broken(f"{_PAD}{name} = {text}")))
 
     def _expression(self, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
@@ -333,7 +341,9 @@ class _HuggingFaceLayers:
     def _text(self, node: fx.Node) -> str:
         if node in self.names or not self._is_inlined(node):
             return self.names[node]
-        return self._as(args_of(node)[0], "total") if node.target is ops.all_reduce else self._scaled(node)
+        if node.target is ops.all_reduce:
+            return self._as(args_of(node)[0], "total")
+        return self._scaled(node) if _is_scaled(node) else self._expression(node, self._operands(node))
 
     def _operands(self, node: fx.Node) -> dict[fx.Node, str]:
         return {n: self._text(n) for n in node.all_input_nodes if n in self.names or self._is_inlined(n)}
@@ -454,6 +464,11 @@ def _element(node: fx.Node) -> int | None:
     """The place of a value in the tuple that a child returns, where the layer uses several values of it."""
     call = marks(args_of(node)[0]).python if node.target is operator.getitem else None
     return call.index[args_of(node)[1]] if call is not None and isinstance(call.index, tuple) else None
+
+
+def _stream_number(node: fx.Node) -> int | None:
+    """The number of the stream value that a node is, or casts."""
+    return marks(args_of(node)[0] if kind_of(node) == "cast" else node).stream
 
 
 def _is_scaled(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from general_streams import few_layers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.check.coverage.configs import small_config
@@ -59,6 +60,42 @@ class LadderLlamaDecoderLayer(LlamaDecoderLayer):
 
 def test_a_ladder_layer_reads_like_the_source() -> None:
     assert LADDER_FORWARD in emitted.modeling(emitted.ladder("llama", "all"))
+
+
+# The same of a layer that carries four streams.
+STREAMS_FORWARD = '''
+class LadderHYV4DecoderLayer(HYV4DecoderLayer):
+    """`self_attn` and `mlp` read the residual stream as it was one block before.
+
+    It hands on the residual stream, and what it was one block before.
+    """
+
+    takes = 2  # hidden-size vectors per token from the layer before
+    gives = 2  # hidden-size vectors per token to the next layer
+
+    def forward(self, hidden_states, **kwargs):
+        hidden_states, earlier_states = (streams.contiguous() for streams in hidden_states.chunk(2, dim=-1))
+        attn_hc = self.attn_hc(hidden_states)
+        attn_hc_2 = self.attn_hc(earlier_states)
+        input_layernorm = self.input_layernorm(attn_hc_2[1])
+        self_attn = self.self_attn(hidden_states=input_layernorm, **kwargs)[0]
+        mul_2 = attn_hc[0].float().unsqueeze(-1) * self_attn.float().unsqueeze(-2)
+        after_self_attn = mul_2.to(torch.float32) + hidden_states
+        after_self_attn = after_self_attn.to(hidden_states.dtype)
+        ffn_hc = self.ffn_hc(after_self_attn)
+        ffn_hc_2 = self.ffn_hc(hidden_states)
+        post_attention_layernorm = self.post_attention_layernorm(ffn_hc_2[1])
+        mlp = self.mlp(post_attention_layernorm)
+        mul_3 = ffn_hc[0].float().unsqueeze(-1) * mlp.float().unsqueeze(-2)
+        after_mlp = mul_3.to(torch.float32) + after_self_attn
+        after_mlp = after_mlp.to(hidden_states.dtype)
+        return (torch.cat((after_mlp, after_self_attn), dim=-1), None)
+'''
+
+
+def test_a_ladder_layer_of_several_streams_reads_like_the_source() -> None:
+    program = Ladder("all").apply(trace(few_layers("hy_v4")))
+    assert STREAMS_FORWARD in emitted.modeling(program)
 
 
 def test_the_header_says_what_made_the_file_from_what() -> None:
