@@ -19,15 +19,17 @@ _KEEPING = ("view", "permutation", "copy", "cast", "alias")  # kinds of operator
 
 def coefficients_of(block: Block) -> tuple[fx.Node, ...]:
     """The nodes of K and b that depend on the stream and do not carry it on, in order; empty where K is the stream, a
-    norm of it or a multiple by constants, and b a constant.
+    norm of it or a multiple by constants, and b a constant. What sums inside the block make is neither.
 
     Of a product of two values that both depend on the stream, the one that is the stream itself is carried on, and the
     other is a coefficient; where that is neither or both, both are carried on.
     """
     own = [n for n in block.add.graph.nodes if marks(n).carry == block.index]
-    made: set[fx.Node] = set()  # of the stream
+    made, summed = set[fx.Node](), set(block.writes)  # of the stream; sums inside the block, of what it writes
     for node in own:
-        if any(s in made or _is_read(s, block) for s in data_of(node)):
+        if summed.intersection(data_of(node)):
+            summed.add(node)
+        elif any(s in made or _is_read(s, block) for s in data_of(node)):
             made.add(node)
     carrying: set[fx.Node] = set()
     waiting = [n for n in block.carried if n in made]

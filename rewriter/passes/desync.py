@@ -244,10 +244,10 @@ class _PerRankStream:
         """Raise RewriterError where ranks that hold different values cannot agree by one sum of the block's width."""
         if not carries_by_constants(block):
             raise RewriterError(
-                f"{self.name}: block {block.path} carries the residual stream on by more than stored factors (it norms "
-                "it, or mixes several streams by weights that depend on it): with a residual of each rank's own the "
-                "mean is another model, or ranks would have to send every stream to agree again. Use ladder, or leave "
-                "its layer out of the selection"
+                f"{self.name}: block {block.path} does more to the residual stream than to scale it by stored factors "
+                "and to add one sum (it norms it, mixes several streams by weights that depend on it, or has sums "
+                "inside): with a residual of each rank's own the mean is another model, or ranks would have to send "
+                "every stream to agree again. Use ladder, or leave its layer out of the selection"
             )
 
     def _carried(self, value: fx.Node) -> fx.Node:

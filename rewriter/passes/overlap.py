@@ -48,7 +48,7 @@ class Overlap(Pass):
         tried = _started(program, {n.name for n in reductions})
         hidden = {str(marks(n).reduction) for n in hidden_starts(tried, program.modules)}
         graph = _started(program, hidden)
-        summary = f"{len(hidden)} of {len(reductions)} all-reduces overlap with the computation of another block"
+        summary = f"{len(hidden)} of {len(reductions)} all-reduces overlap with computation"
         if self.branches == 2:
             summary += f", {put_in_branches(graph, program.modules)} blocks beside the next one"
         return record(program, self, summary, fired=bool(hidden), graph=graph)

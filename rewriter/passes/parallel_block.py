@@ -44,11 +44,11 @@ class ParallelBlock(PhasedPass):
         selected = chosen_blocks(program, self.name, self.layers)
         chosen = by_layer(selected)
         for layer, members in chosen.items():
-            if [b.kind == "attention" for b in members] != [True, False]:
-                kinds = ", ".join(b.kind for b in members)
+            kinds = [b.kind for b in members]
+            if kinds[:1] != ["attention"] or len(kinds) != 2 or kinds[1] in ("attention", "parallel"):
                 raise RewriterError(
-                    f"parallel_block: layer {layer} has the blocks {kinds}: expected attention, then an MLP. Leave it "
-                    "out of the selection."
+                    f"parallel_block: layer {layer} has the blocks {', '.join(kinds)}: expected attention, then an MLP."
+                    " Leave it out of the selection."
                 )
             for block in members:
                 if block.carried != (block.skip,):

@@ -285,3 +285,15 @@ def test_prompts_alone_are_rewired(name, scratch):
     with torch.no_grad():
         actual = simulate(both_wirings(sharded), ids, weights=weights, rewired=rewired)
     assert relative_error(actual, expected) < 1e-5
+
+
+def test_a_block_with_sums_inside_takes_a_ladder_alone():
+    """LongCat Flash: its sums inside are no coefficients, and its second block is no MLP beside the first."""
+    program = trace(few_layers("longcat_flash"))
+    late, fresh = (Ladder(coefficients=coefficients).apply(program) for coefficients in ("late", "fresh"))
+    assert str(late.graph) == str(fresh.graph) != str(program.graph)
+    sharded = tensor_parallel(program, 2)
+    with pytest.raises(RewriterError, match=r"layer 0 has the blocks attention, parallel: expected attention, then"):
+        applied(sharded, ("parallel_block", {"norm": "own"}))
+    with pytest.raises(RewriterError, match=r"block model\.layers\.0 does more .* has sums inside"):
+        applied(sharded, ("desync", {"n": 2}))
