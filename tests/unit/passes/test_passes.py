@@ -122,6 +122,17 @@ def test_parallel_blocks_are_one_block_per_layer_and_merge_their_reductions():
     assert sum(n.target is ops.all_reduce and marks(n).layer is not None for n in sharded.graph.nodes) == 4
 
 
+@pytest.mark.parametrize("name", zoo.FAMILIES)
+@pytest.mark.fast("llama", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
+def test_overlap_changes_no_bit(name):
+    """Sums are the same; what ranks compute while they travel is, too."""
+    for layers in ((), range(traced(name).source.num_layers)):
+        early, plain = program(name, layers, 2), program(name, layers, 2, overlap=False)
+        started = [node for node in early.graph.nodes if node.target is ops.all_reduce_start]
+        assert bool(started) == bool(layers)
+        assert torch.equal(logits(early, name), logits(plain, name))
+
+
 def test_overlap_waits_right_before_the_first_use():
     graph = program("llama", {0, 1, 2, 3}, 2).graph
     order = {n: i for i, n in enumerate(graph.nodes)}
