@@ -1,0 +1,69 @@
+"""The shapes of a wiring are those of the values that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from general_streams import few_layers
+from programs import OVERLAP, tensor_parallel
+from torch import Tensor, fx
+
+from rewriter.check.random_model import build_model, random_ids, randomize
+from rewriter.ir import Program
+from rewriter.ir.communication import model_dtype_bytes
+from rewriter.ir.shapes import Value, is_shape, wiring_shapes
+from rewriter.ir.simulate import Shards, Simulator
+from rewriter.passes.placement.rank_memory import memory
+from rewriter.tracing import trace
+
+FAST = ("bart", "deepseek_v4", "qwen4_exp_text")
+SLOW = ("gemma4_text", "glm5_next", "hy_v4", "longcat_flash", "minimax", "zaya")
+SIZES = {"B": 3, "S": 7, "N": 21}
+# Values of a type that stay as the trace had them: keys that a rank has some heads of
+AS_TRACED = {"gemma4_text": ("self_attn", "getitem")}
+
+
+class Recorded(Simulator):
+    def __init__(self, program: Program, weights: Mapping[str, Tensor]) -> None:
+        super().__init__(program, weights)
+        self.values: dict[fx.Node, Any] = {}
+
+    def note(self, prefix: str, node: fx.Node, value: Shards) -> None:
+        if not prefix:
+            self.values[node] = value[0].values[0]
+
+
+def in_numbers(shape: Value) -> Any:
+    if shape is None or is_shape(shape):
+        return shape and tuple(SIZES.get(size, size) for size in shape)
+    return tuple(in_numbers(each) for each in shape)
+
+
+def shape_of(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else tuple(shape_of(each) for each in value)
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_shapes_are_those_of_values(name: str) -> None:
+    config = few_layers(name)
+    model, program = build_model(config), trace(config)
+    randomize(model)
+    weights = {n: t.detach() for n, t in (*model.named_buffers(), *model.named_parameters())}
+    for wiring in (program, tensor_parallel(program, 2, ("ladder", {}), OVERLAP)):
+        simulator, shapes = Recorded(wiring, weights), wiring_shapes(wiring)
+        with torch.no_grad():
+            simulator.run(random_ids(config, 7, 3))
+        of_tensors = {n: shape_of(v) for n, v in simulator.values.items() if isinstance(v, Tensor | tuple)}
+        assert len(of_tensors) > 40
+        told = {n: in_numbers(shapes[n]) for n in of_tensors}
+        wrong = [n.name for n in of_tensors if told[n] != of_tensors[n]]
+        assert [n for n in wrong if not any(part in n for part in AS_TRACED.get(name, ()))] == []
+
+
+def test_memory_of_streams_is_that_of_their_vectors() -> None:
+    config = few_layers("deepseek_v4", hc_mult=3)
+    program = tensor_parallel(trace(config), 2, ("ladder", {}))
+    assert memory(program).stream_per_token == 3 * config.hidden_size * model_dtype_bytes(program)
