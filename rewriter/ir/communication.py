@@ -220,8 +220,8 @@ def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node
 
 
 def computed_meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[fx.Node, list[int | None]]:
-    """By start of a reduction, the block of each module with matrix products that runs before its wait, and of what
-    mixes streams."""
+    """By start of a reduction, the block of each module with matrix products that runs before its wait, and of each
+    product that mixes streams."""
     pending: dict[fx.Node, list[int | None]] = {}
     ended: dict[fx.Node, list[int | None]] = {}
     for node in graph.nodes:
@@ -229,12 +229,11 @@ def computed_meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[f
             pending[node] = []
         elif node.target is ops.all_reduce_wait:
             ended[args_of(node)[0]] = pending.pop(args_of(node)[0])
-        elif pending and (_mixes(node) or (node.op == "call_module" and computes(modules[str(node.target)]))):
+        elif pending and (
+            computes(modules[str(node.target)])
+            if node.op == "call_module"
+            else is_carry(node) and kind_of(node) == "product"
+        ):
             for blocks in pending.values():
-                blocks.append(marks(node).carry if _mixes(node) else block_of(node))
+                blocks.append(marks(node).carry if is_carry(node) else block_of(node))
     return ended
-
-
-def _mixes(node: fx.Node) -> bool:
-    """True if a node mixes what a block carries on by products, or calls a module for it alone."""
-    return is_carry(node) and (node.op == "call_module" or kind_of(node) == "product")

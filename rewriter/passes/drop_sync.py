@@ -101,7 +101,7 @@ class DropSync(PhasedPass):
         if not ranked:
             raise RewriterError(
                 "drop_sync: in no layer can attention's reduction be dropped: it has to be followed by another one of "
-                "its layer, with nothing but additions, factors and norms between it and the residual stream"
+                "its layer, with nothing but additions, factors and norms between it and the one residual stream"
             )
         count = self.drop if isinstance(self.drop, int) else int(self.drop * len(ranked))
         if not 0 < count <= len(ranked):

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 from torch import fx
 
 from rewriter.ir import Module, Program, copy_graph, ops, put_after, reachable
-from rewriter.ir.communication import hidden_starts
-from rewriter.ir.marks import in_stream, mark, marks, running_layer, stream_index
+from rewriter.ir.communication import computed_meanwhile, hidden_starts
+from rewriter.ir.marks import block_of, in_stream, mark, marks, running_layer, stream_index
 from rewriter.ir.op_semantics import kind_of, starts_sum
 from rewriter.ir.residual import computes, is_carry
 from rewriter.ir.schedule import rescheduled
@@ -49,6 +49,9 @@ class Overlap(Pass):
         hidden = {str(marks(n).reduction) for n in hidden_starts(tried, program.modules)}
         graph = _started(program, hidden)
         summary = f"{len(hidden)} of {len(reductions)} all-reduces overlap with computation"
+        meanwhile = computed_meanwhile(graph, program.modules).items()
+        if own := sum(all(block == block_of(start) for block in blocks) for start, blocks in meanwhile):
+            summary += f", {own} of them only with what their block carries on"
         if self.branches == 2:
             summary += f", {put_in_branches(graph, program.modules)} blocks beside the next one"
         return record(program, self, summary, fired=bool(hidden), graph=graph)

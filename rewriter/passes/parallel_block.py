@@ -52,7 +52,11 @@ class ParallelBlock(PhasedPass):
                 )
             for block in members:
                 if block.carried != (block.skip,):
-                    raise RewriterError(f"parallel_block: block {block.path} scales the stream before it adds to it")
+                    raise RewriterError(
+                        f"parallel_block: block {block.path} does more than to add to the residual stream as it is (it "
+                        "scales, norms, casts or mixes it): expected x + f(x). Use ladder, or leave its layer out of "
+                        "the selection."
+                    )
         graph, _ = program.edit()
         blocks = blocks_of(graph, program.modules)
         for first, _ in chosen.values():

@@ -332,6 +332,9 @@ def attend_to_blocks(attention: fx.Node) -> bool:
     elif function_of(mask) == "masked_fill" and (seen := _denied(args_of(mask)[1])) is not None:
         chosen, options = args_of(seen)
         more = {"keys": chosen, "bias": args_of(mask)[0]}
+    elif function_of(mask) == "add" and (seen := _uncast(args_of(mask)[1])).target is _traced.tokens_seen.default:
+        chosen, options = args_of(seen)  # as the indexer of transformers 5.17 gives it: added to scores
+        more = {"keys": chosen, "bias": args_of(mask)[0]}
     else:
         return False
     given = {**attention.kwargs, **more, **json.loads(options)}

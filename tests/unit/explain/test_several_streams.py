@@ -32,6 +32,8 @@ def test_what_blocks_carry_on(name):
         plan = layer_plans(wiring)[1]
         carried = [block.carries for block in plan.blocks]
         assert (plan.streams, tuple(carried[: len(CARRIED[name][1])])) == CARRIED[name]
+    mixes = CARRIED[name][1][0] == "mixed"
+    assert wiring.history[-1].summary.endswith("1 of them only with what their block carries on") == mixes
 
 
 def test_several_streams_are_drawn_as_lines_that_are_mixed():
