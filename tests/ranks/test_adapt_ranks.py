@@ -105,14 +105,17 @@ def assert_same_change(result: Path, expected: Path, source: Path) -> None:
     """Losses within rounding; weights that training moved from `source` to the same place, within 2 % of the way.
 
     Adam divides small gradients by their size, those of mixing coefficients too, so that more elements round
-    otherwise than `assert_same_training` takes.
+    otherwise than `assert_same_training` takes. A doubly stochastic mixture is the same for biases that differ by a
+    number per row or column: along these the gradient of `hc_…_base` is rounding, of which Adam makes whole steps.
     """
     assert_same_metrics(result, expected)
     before, found, wanted = (load_file(folder / "model.safetensors") for folder in (source, result, expected))
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         off, way = ((tensor.double() - other[name].double()).norm() for other in (found, before))
-        assert off <= 0.02 * way, f"{name}: {off / way:.1%} of its change"
+        assert off <= (0.1 if "hc_" in name and name.endswith("_base") else 0.02) * way, (
+            f"{name}: {off / way:.1%} of its change"
+        )
 
 
 TWO: list[Case] = [
@@ -156,8 +159,8 @@ MORE_OF_TWO: list[Case] = [
     ("desync", {"zero": "3"}),
     ("ladder", {"sp": 2}),
     ("mixtral", {"tp": 2}),
-    ("ladder", {"tp": 2, "method": "distill"}),
-    ("ladder", {"zero": "3", "method": "distill"}),
+    ("ladder", {"tp": 2, "method": "distill", "train": "all"}),
+    ("ladder", {"zero": "3", "method": "distill", "train": "all"}),
     ("ladder", {"zero": "3", "lora": 4}),
     ("mixtral", {"ep": 2, "method": "distill", "lora": 4}),
     ("wide", {"zero": "3", "lora": 4, "base": "int8"}),
