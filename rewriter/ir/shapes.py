@@ -142,16 +142,18 @@ def leaf_shape(leaf: Leaf, source: Value) -> Value:
 
 def _body_shapes(body: Body, inputs: Sequence[Value]) -> Value:
     names: dict[str, str] = {}
-    for node, shape in zip(placeholders(body.graph), inputs, strict=False):
-        if isinstance(node.meta.get("val"), torch.Tensor) and is_shape(shape):
-            for size, symbol in zip(node.meta["val"].shape, shape or (), strict=False):
+    traced: list[Any] = [node.meta.get("val") for node in placeholders(body.graph)]
+    for value, shape in zip(traced, inputs, strict=False):
+        if isinstance(value, torch.Tensor) and is_shape(shape):
+            for size, symbol in zip(list[Any](value.shape), shape, strict=False):
                 if isinstance(size, torch.SymInt) and isinstance(symbol, str):
                     names[str(size)] = symbol
     result = args_of(body.graph.output_node())[0]
     if isinstance(result, fx.Node):
-        shape, given = (n.meta["val"].shape for n in (result, placeholders(body.graph)[0]))
-        if not (body.modules or body.parameters) and str(shape) == str(given):
-            return inputs[0]  # an activation alone, on channels of a rank's own
+        shape = result.meta["val"].shape
+        given = [value.shape for value in traced[:1] if isinstance(value, torch.Tensor)]
+        if given and str(shape) == str(given[0]) and not (body.modules or body.parameters):
+            return inputs[0]  # an activation, on channels of a rank's own
         return _named(shape, names)
     return tuple(_named(n.meta["val"].shape, names) for n in result)
 
