@@ -33,9 +33,9 @@ class Collective:
     """One collective of the forward pass. `layer` and `block` are None outside of the layers.
 
     `path` is the module whose result it completes, or that it stands in. `bytes_per_token` counts the payload; 0 for a
-    result that has no token dimension. `hidden` says that at least one other module computes between start and wait.
-    `format` is that of a quantized message, whose `bytes_per_token` are those of a long one: padding to whole blocks is
-    nothing there. A message of less than `min_bytes` travels exact, with `exact_bytes_per_token`.
+    result that has no token dimension. `hidden` says that something of `computed_meanwhile` runs between start and
+    wait. `format` is that of a quantized message, whose `bytes_per_token` are those of a long one: padding to whole
+    blocks is nothing there. A message of less than `min_bytes` travels exact, with `exact_bytes_per_token`.
     """
 
     kind: Literal["all-reduce", "all-gather"]
@@ -94,7 +94,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
         return ()
     size = model_dtype_bytes(program)
     shapes = wiring_shapes(program)
-    overlapped = hidden_starts(program.graph, program.modules)
+    meanwhile = computed_meanwhile(program.graph, program.modules)
     sent_values: list[Collective] = []
     inside: dict[int, tuple[tuple[int, int], ...]] = {}
     for node in program.graph.nodes:
@@ -112,7 +112,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             if format is not None:  # codes and scales (16 bits, one a block) of a token's elements, rounded up
                 parsed = parse_format(format)
                 sent = -(-width * (parsed.block * parsed.bits + 16) // (8 * parsed.block))
-            hidden, path = node in overlapped, producer(node)
+            hidden, path = bool(meanwhile.get(node)), producer(node)
             sent_values.append(Collective(kind, place, path, layer, index, width, sent, hidden, exact, **options))
         elif node.op == "call_module":
             module = program.modules[str(node.target)]
@@ -211,12 +211,6 @@ def producer(node: fx.Node) -> str:
     """The module that made what is reduced; for a sum of several, the first one's layer or path."""
     sources = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" else n.all_input_nodes)
     return " + ".join(dict.fromkeys(str(n.target) for n in sources if n.op == "call_module"))
-
-
-def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node]:
-    """The starts of a wiring with another module's matrix products between them and their wait, or what mixes the
-    streams that their block carries on."""
-    return {start for start, blocks in computed_meanwhile(graph, modules).items() if blocks}
 
 
 def computed_meanwhile(graph: fx.Graph, modules: Mapping[str, Module]) -> dict[fx.Node, list[int | None]]:

@@ -30,9 +30,10 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
     """
     sizes = _Sizes(program.mesh.get("sp", 1))
     values: dict[fx.Node, Any] = {}
+    shapes: dict[fx.Node, Value] = {}
     bodies: dict[tuple[int, tuple[Value, ...]], Value] = {}  # alike layers are asked once
     for node in program.graph.nodes:
-        inputs = tuple(sizes.shape(values[n]) for n in node.all_input_nodes)
+        inputs = tuple(shapes[n] for n in node.all_input_nodes)
         if node.op == "placeholder":
             kind = _INPUTS.get(str(node.target))
             values[node] = None if kind is None else sizes.value(("B", "S"), kind)
@@ -55,7 +56,8 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
                 values[node] = _computed(node, values)
             except _UNKNOWN:
                 values[node] = None
-    return {node: sizes.shape(value) for node, value in values.items()}
+        shapes[node] = sizes.shape(values[node])
+    return shapes
 
 
 class _Sizes:

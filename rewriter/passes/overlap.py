@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from torch import fx
 
 from rewriter.ir import Module, Program, copy_graph, ops, put_after, reachable
-from rewriter.ir.communication import computed_meanwhile, hidden_starts
+from rewriter.ir.communication import computed_meanwhile
 from rewriter.ir.marks import block_of, in_stream, mark, marks, running_layer, stream_index
 from rewriter.ir.op_semantics import kind_of, starts_sum
 from rewriter.ir.residual import computes, is_carry
@@ -46,11 +46,11 @@ class Overlap(Pass):
         if not reductions:
             return record(program, self, "no all-reduce to hide", fired=False)
         tried = _started(program, {n.name for n in reductions})
-        hidden = {str(marks(n).reduction) for n in hidden_starts(tried, program.modules)}
+        meanwhile = {start: blocks for start, blocks in computed_meanwhile(tried, program.modules).items() if blocks}
+        hidden = {str(marks(start).reduction) for start in meanwhile}
         graph = _started(program, hidden)
         summary = f"{len(hidden)} of {len(reductions)} all-reduces overlap with computation"
-        meanwhile = computed_meanwhile(graph, program.modules).items()
-        if own := sum(all(block == block_of(start) for block in blocks) for start, blocks in meanwhile):
+        if own := sum(all(block == block_of(start) for block in blocks) for start, blocks in meanwhile.items()):
             summary += f", {own} of them only with what their block carries on"
         if self.branches == 2:
             summary += f", {put_in_branches(graph, program.modules)} blocks beside the next one"

@@ -45,7 +45,7 @@ class ParallelBlock(PhasedPass):
         chosen = by_layer(selected)
         for layer, members in chosen.items():
             kinds = [b.kind for b in members]
-            if kinds[:1] != ["attention"] or len(kinds) != 2 or kinds[1] in ("attention", "parallel"):
+            if len(kinds) != 2 or kinds[0] != "attention" or kinds[1] in ("attention", "parallel"):
                 raise RewriterError(
                     f"parallel_block: layer {layer} has the blocks {', '.join(kinds)}: expected attention, then an MLP."
                     " Leave it out of the selection."

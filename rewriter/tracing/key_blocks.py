@@ -329,11 +329,8 @@ def attend_to_blocks(attention: fx.Node) -> bool:
         own = (args_of(x)[0][0] for x in (keys, values))
         attention.args = (q, *own, ctx)
         more = {"entries": args_of(keys)[0][1], "keys": chosen, "bias": args_of(mask)[0][0]}
-    elif function_of(mask) == "masked_fill" and (seen := _denied(args_of(mask)[1])) is not None:
+    elif (seen := _tokens_alone_seen(mask)) is not None:
         chosen, options = args_of(seen)
-        more = {"keys": chosen, "bias": args_of(mask)[0]}
-    elif function_of(mask) == "add" and (seen := _uncast(args_of(mask)[1])).target is _traced.tokens_seen.default:
-        chosen, options = args_of(seen)  # as the indexer of transformers 5.17 gives it: added to scores
         more = {"keys": chosen, "bias": args_of(mask)[0]}
     else:
         return False
@@ -359,10 +356,12 @@ def _unwrapped(node: fx.Node) -> fx.Node:
     return node
 
 
-def _denied(node: Any) -> fx.Node | None:
-    """What is seen, of its negation."""
+def _tokens_alone_seen(mask: fx.Node) -> fx.Node | None:
+    """The tokens that are seen, of a mask that denies all others: it is filled for them or, by the indexer of
+    transformers 5.17, what the indexer gives is added to it."""
+    other = args_of(mask)[1] if function_of(mask) in ("masked_fill", "add") else None
+    seen = _uncast(other) if isinstance(other, fx.Node) else None
     negations: Iterable[Any] = (aten.bitwise_not.default, aten.logical_not.default)
-    if not isinstance(node, fx.Node) or node.target not in negations:
-        return None
-    seen = args_of(node)[0]
-    return seen if seen.target is _traced.tokens_seen.default else None
+    if seen is not None and function_of(mask) == "masked_fill":
+        seen = args_of(seen)[0] if seen.target in negations else None
+    return seen if seen is not None and seen.target is _traced.tokens_seen.default else None

@@ -188,7 +188,7 @@ class LayerFlow:
         homes = {n: -1 if marks(n).layer is None else layer_of(n) for n in self.last_use}
         alive = [n for n, last in self.last_use.items() if homes[n] < boundary <= last]
         newest = sorted(alive, key=self.order.__getitem__, reverse=True)
-        return sorted(newest, key=lambda node: -stream_index(node) if in_stream(node) else 1)
+        return sorted(newest, key=lambda node: 1 if (number := _stream_number(node)) is None else -number)
 
     def inside(self, layer: int) -> list[fx.Node]:
         return [n for n in self.nodes if n in self.last_use and marks(n).layer == layer]
