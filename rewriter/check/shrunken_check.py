@@ -187,6 +187,7 @@ def telling_copy(
 ) -> tuple[PreTrainedModel, Program, Program]:
     """(a random model, saved in `directory`, whose reference differs visibly from it; its trace; that rewritten)."""
     difference = 0.0
+    program: Program | None = None
 
     def build(strength: float) -> PreTrainedModel:
         progress("shrunken check: building")
@@ -198,10 +199,11 @@ def telling_copy(
                 hf_logging.disable_progress_bar()
                 after.callback(hf_logging.enable_progress_bar)
             save_model(model, config, directory)
-        progress("shrunken check: tracing")
-        traced = trace(directory, trust_remote_code=trust_remote_code)
-        program = apply_passes(traced, passes, mesh)
-        reference = reference_of(program, passes)
+        if program is None:  # of every strength of weights the same
+            progress("shrunken check: tracing")
+            traced = trace(directory, trust_remote_code=trust_remote_code)
+            program = apply_passes(traced, passes, mesh)
+            reference = reference_of(program, passes)
         if reference.exact:
             return model, traced, program
         ids = random_ids(config, 21)

@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -25,7 +24,7 @@ from rewriter.ir.op_semantics import aten
 from rewriter.ir.residual import is_add
 from rewriter.tracing.attention_matching import recognise
 from rewriter.tracing.earlier_tokens import name_earlier_tokens
-from rewriter.tracing.functionalize import functional
+from rewriter.tracing.functionalize import functional, quick_export
 from rewriter.tracing.graph_cleaning import clean
 from rewriter.tracing.interception import (
     Recorded,
@@ -119,11 +118,7 @@ def export_graph(
     """Non-strict export with every dimension that is a batch or length dynamic; `also` are others, by id of tensor."""
     more = [dict.fromkeys(also.get(id(t), ()), torch.export.Dim.DYNAMIC) for t in tensors]
     dynamic = tuple(example.dynamic(t) | m for t, m in zip(tensors, more, strict=True))
-    # Stack traces of nodes are read by nobody and cost a third of an export; torch 2.11 cannot leave them out. The
-    # cache of fake tensors costs a fourth: dynamic shapes hardly meet twice.
-    quiet = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
-    uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    with torch.no_grad(), quiet, uncached:
+    with quick_export():
         return torch.export.export(wrapper, tuple(tensors), dynamic_shapes=(dynamic,), strict=False)
 
 

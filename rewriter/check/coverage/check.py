@@ -116,7 +116,6 @@ class Subject:
             self.batches = [random_ids(self.config, length) for length in test_lengths(self.config)]
             self.original = functools.partial(original_logits, self.model)
             self.expected = [self.original(ids) for ids in self.batches]
-            self.program = trace(self.source)
             self.weights = load_weights(self.program, torch.float32)
             self.limit = exact_limit(self.program)
             self._require(self.program, self.expected, self.original, self.limit, "the traced program")
@@ -152,27 +151,28 @@ class Subject:
             setattr(self.result, name, True)
 
     def _checkpoint(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model with weights that show a wrong ladder, saved as a checkpoint and loaded from it."""
-        built = [model]
+        """The model with weights that show a wrong ladder, saved as a checkpoint that is traced, and loaded from it."""
+        built, traced = [model], False
 
         def build(strength: float) -> PreTrainedModel:
             made = built.pop() if built else build_model(self.config)
             randomize(made, strength)
             return made
 
-        program = trace(self.config)
         for model in candidates(self.config, build):
+            save_model(model, self.config, self.source)
+            if not traced:  # of every strength of weights the same
+                self.program, traced = trace(self.source), True
             ids = random_ids(self.config, 21)
             original = original_logits(model, ids)
             if not bool(original.isfinite().all()):
                 raise RewriterError("with large random weights the model's own logits are not finite")
             try:
-                rewired = ladder_reference(program, range(len(decoder_layers(model))))(model, ids)
+                rewired = ladder_reference(self.program, range(len(decoder_layers(model))))(model, ids)
             except Exception:  # a model without reference still has a trace; the ladder's check says the reason
                 break
             if relative_error(rewired, original) >= DIFFERENT:
                 break
-        save_model(model, self.config, self.source)
         loaded: PreTrainedModel = auto_class(self.config).from_pretrained(self.source, **EAGER)
         return loaded.eval()
 
