@@ -88,8 +88,12 @@ class _Sizes:
 def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """What a function or method of torch, or an operator of the IR that leaves sizes as they are, makes of `values`."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-    if "device" in kwargs:
-        kwargs["device"] = "meta"
+    schema = getattr(node.target, "_schema", None)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    if "device" in names[: len(args)]:
+        args = (*args[: names.index("device")], "meta", *args[names.index("device") + 1 :])
+    elif "device" in (*names, *kwargs):  # also where the call names none: what it makes would hold billions of numbers
+        kwargs = {**kwargs, "device": "meta"}
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from general_streams import few_layers
-from programs import OVERLAP, tensor_parallel
+from programs import OVERLAP, tensor_parallel, traced
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rewriter.check.random_model import build_model, random_ids, randomize
 from rewriter.ir import Program
 from rewriter.ir.communication import model_dtype_bytes
+from rewriter.ir.op_semantics import aten
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
 from rewriter.ir.simulate import Shards, Simulator
 from rewriter.passes.placement.rank_memory import memory
@@ -34,6 +37,15 @@ class Recorded(Simulator):
     def note(self, prefix: str, node: fx.Node, value: Shards) -> None:
         if not prefix:
             self.values[node] = value[0].values[0]
+
+
+class OnMetaAlone(TorchDispatchMode):
+    """Operators that are given no tensor make theirs on meta."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        assert given or torch.device((kwargs or {}).get("device") or "cpu").type == "meta", func
+        return func(*args, **(kwargs or {}))
 
 
 def in_numbers(shape: Value) -> Any:
@@ -61,6 +73,29 @@ def test_shapes_are_those_of_values(name: str) -> None:
         told = {n: in_numbers(shapes[n]) for n in of_tensors}
         wrong = [n.name for n in of_tensors if told[n] != of_tensors[n]]
         assert [n for n in wrong if not any(part in n for part in AS_TRACED.get(name, ()))] == []
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda graph, x, b, s: graph.call_function(aten.ones.default, ([b, s],), {"dtype": torch.bool}), ("B", "S")),
+        (lambda graph, x, b, s: graph.call_function(aten.full.default, ([b, s], 2.0)), ("B", "S")),
+        (lambda graph, x, b, s: graph.call_function(aten.arange.start_step, (0, s, 1)), ("S",)),
+        (lambda graph, x, b, s: graph.call_function(aten.zeros_like.default, (x,)), ("B", "S")),
+        (lambda graph, x, b, s: graph.call_function(aten.to.device, (x, "cpu", torch.float32)), ("B", "S")),
+        (lambda graph, x, b, s: graph.call_function(torch.ones, (b, s), {"device": "cpu"}), ("B", "S")),
+        (lambda graph, x, b, s: graph.call_method("to", (x,), {"device": "cpu", "dtype": torch.int32}), ("B", "S")),
+    ],
+)
+def test_what_makes_a_tensor_makes_none_with_data(make: Callable[..., fx.Node], shape: Value) -> None:
+    """The sizes stand for symbols: [B, S] of them are 2 · 10¹⁰ numbers (GLM 5 Next's masks were 20 GB)."""
+    program = traced("llama")
+    graph = fx.Graph()
+    x = graph.placeholder("input_ids")
+    sizes = [graph.call_function(aten.sym_size.int, (x, dim)) for dim in (0, 1)]
+    graph.output(made := make(graph, x, *sizes))
+    with OnMetaAlone():
+        assert wiring_shapes(program.with_(graph=graph))[made] == shape
 
 
 def test_memory_of_streams_is_that_of_their_vectors() -> None:
