@@ -22,8 +22,8 @@ from rewriter.ir.simulate import Shards, Simulator
 from rewriter.passes.placement.rank_memory import memory
 from rewriter.tracing import trace
 
-FAST = ("bart", "deepseek_v4", "qwen4_exp_text")
-SLOW = ("gemma4_text", "glm5_next", "hy_v4", "longcat_flash", "minimax", "zaya")
+FAST = ("bart", "deepseek_v4")
+SLOW = ("gemma4_text", "glm5_next", "hy_v4", "longcat_flash", "minimax", "qwen4_exp_text", "zaya")
 SIZES = {"B": 3, "S": 7, "N": 21}
 # Values of a type that stay as the trace had them: keys that a rank has some heads of
 AS_TRACED = {"gemma4_text": ("self_attn", "getitem")}
