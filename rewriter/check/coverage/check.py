@@ -152,17 +152,16 @@ class Subject:
 
     def _checkpoint(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model with weights that show a wrong ladder, saved as a checkpoint that is traced, and loaded from it."""
-        built, traced = [model], False
+        built = [model]
 
         def build(strength: float) -> PreTrainedModel:
             made = built.pop() if built else build_model(self.config)
             randomize(made, strength)
             return made
 
+        save_model(model, self.config, self.source)
+        self.program = trace(self.source)  # of all weights the same
         for model in candidates(self.config, build):
-            save_model(model, self.config, self.source)
-            if not traced:  # of every strength of weights the same
-                self.program, traced = trace(self.source), True
             ids = random_ids(self.config, 21)
             original = original_logits(model, ids)
             if not bool(original.isfinite().all()):
@@ -173,6 +172,7 @@ class Subject:
                 break
             if relative_error(rewired, original) >= DIFFERENT:
                 break
+        save_model(model, self.config, self.source)
         loaded: PreTrainedModel = auto_class(self.config).from_pretrained(self.source, **EAGER)
         return loaded.eval()
 
