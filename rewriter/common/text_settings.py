@@ -29,6 +29,12 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **nested_settings(config)}
 
 
+def with_text_settings(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other `settings` of its text model, at the place where it has that model's."""
+    inside = next((name for name in _NESTED if isinstance(config.get(name), Mapping) and config[name]), None)
+    return {**config, **settings} if inside is None else {**config, inside: {**config[inside], **settings}}
+
+
 def top_setting(config: Mapping[str, Any], *names: str) -> Any:
     """The first of `names` that is set (not null) at the top, else that of the text model; None where neither is."""
     for part in (config, nested_settings(config)):

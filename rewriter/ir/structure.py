@@ -175,6 +175,9 @@ class Source:
     on the length of its call (rotary scaling), and `renewed_after` says after how many tokens generation computes what
     it has cached anew, if ever. `joined`: behind so many of the first layers the model adds features of images, which a
     trace of text does not see. `own_cache`: the model's own class that keeps keys and values, and may forget some.
+    `settings` are those of the text model that a pass has changed, `on_load` those that config.json cannot say (see
+    `rewriter.ir.resizing.Sizes`), and `padded` the tensors that an output stores for them instead of the checkpoint's,
+    by name, as expressions over the checkpoint's.
     """
 
     path: str | None
@@ -200,6 +203,9 @@ class Source:
     renewed_after: int | None = None
     joined: int = 0
     own_cache: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    on_load: Mapping[str, Any] = field(default_factory=dict)
+    padded: Mapping[str, Expression] = field(default_factory=dict)
 
     def alike(self, layer: int, other: int) -> bool:
         """True if two layers are of one class and were traced without the same arguments."""

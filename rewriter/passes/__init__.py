@@ -15,6 +15,7 @@ def available() -> dict[str, type[Pass]]:
     """Every shipped pass by its recipe name."""
     from rewriter.passes.desync import Desync
     from rewriter.passes.drop_sync import DropSync
+    from rewriter.passes.fit_ranks import FitRanks
     from rewriter.passes.fuse_projections import FuseProjections
     from rewriter.passes.ladder import Ladder
     from rewriter.passes.merge_reductions import MergeReductions
@@ -27,7 +28,7 @@ def available() -> dict[str, type[Pass]]:
     from rewriter.passes.tensor_parallel import TensorParallel
 
     passes = (
-        Permute, TensorParallel, ParallelBlock, MergeReductions, FuseProjections, Ladder, Desync, DropSync, Overlap,
+        FitRanks, Permute, TensorParallel, ParallelBlock, MergeReductions, FuseProjections, Ladder, Desync, DropSync, Overlap,
         NoCommunication, SequenceParallel, QuantizeCollectives,
     )  # fmt: skip
     return {p.name: p for p in passes}

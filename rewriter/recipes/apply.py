@@ -64,7 +64,7 @@ def apply_recipe(
         asked.append(rewrite)
         if debug:
             _show(f"after {rewrite.name}, {(time.perf_counter() - begin) * 1e3:.1f} ms", program)
-    return program.with_(recipe=recipe.to_dict(), asked=tuple(asked), origin=original), skipped
+    return program.with_(recipe=recipe.to_dict(), asked=tuple(asked), origin=program.origin or original), skipped
 
 
 # What a pass made of a program, by the traced program's id, the mesh and the passes so far; or why it could not.

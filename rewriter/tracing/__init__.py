@@ -14,13 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import fx
-from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, cache_utils
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import with_text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of, wiring_tensors
 from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.printing import draw_with
+from rewriter.ir.resizing import CannotBuild, Sizes, Stored, resize_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.hashed_tokens import hashed_tokens
 from rewriter.tracing.image_features import joined_layers
@@ -29,7 +31,7 @@ from rewriter.tracing.key_blocks import masks_of_chosen, modules_of_blocks
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.mixer_functions import lifted_mixers
-from rewriter.tracing.model_errors import refused
+from rewriter.tracing.model_errors import first_line, refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.score_biases import dynamic_masks, relative_logits
 from rewriter.tracing.shrink import text_config
@@ -38,14 +40,15 @@ from rewriter.tracing.wiring import layer_signature
 from rewriter.tracing.written_experts import written_experts
 from rewriter.tracing.written_mixers import written_mixers
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Expression, Tensor
+from rewriter.weights.expressions import Expression, Tensor, substituted
+from rewriter.weights.padding import PaddedCheckpoint
 from rewriter.weights.quantized_tensors import quantized_weights
 
 # of a hub id; Python files are copied, never run without leave
 _ALLOWED = ["*.safetensors", "*.json", "tokenizer*", "*.py", "*.txt", "*.model", "*.tiktoken", "*.jinja", "LICENSE*"]
 _OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "*/*"]
 
-draw_with(program_drawing)  # every program comes from here
+draw_with(program_drawing)  # every program comes from here, and is made anew here where a pass changes sizes
 
 
 def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False) -> Program:
@@ -76,7 +79,19 @@ def trace_skeleton(
     remote_code: bool = False,
 ) -> Program:
     """The Program of a model that is already built on meta. `ties` are by default those that its config asks for."""
-    graph, modules, layers = _traced(skeleton)
+    return _bound(skeleton, _traced(skeleton), path, expressions, ties, remote_code)
+
+
+def _bound(
+    skeleton: Skeleton,
+    traced: _Traced,
+    path: str | None = None,
+    expressions: Mapping[str, Expression] = MappingProxyType({}),
+    ties: Mapping[str, str] | None = None,
+    remote_code: bool = False,
+) -> Program:
+    """The Program of a traced model, its parameters bound to what a checkpoint holds."""
+    graph, modules, layers = traced
     tied = tied_parameters(skeleton.model)
     ties = tied if ties is None else ties
     held = {f"{path}.{name}": shape for path, module in modules.items() for name, shape in parameters_of(module)}
@@ -111,6 +126,49 @@ def trace_skeleton(
     return Program(source, graph, modules, parameters, ties)
 
 
+def _resized(program: Program, sizes: Sizes, stored: Stored) -> Program:
+    """See `rewriter.ir.resizing.resized`."""
+    source = program.source
+    try:
+        config = _config_of(source, sizes)
+        skeleton = build_skeleton(config, source.remote_code)
+    except Exception as error:  # a class's own code raises what it likes
+        raise CannotBuild(f"{source.architecture} cannot be built with {sizes}: {first_line(error)}") from error
+    traced = _traced(skeleton)
+    said = {"settings": dict(sizes.settings), "on_load": dict(sizes.on_load)}
+    padded = stored(_bound(skeleton, traced, remote_code=source.remote_code))
+    if source.path is None:
+        made = _bound(skeleton, traced, remote_code=source.remote_code)
+        return made.with_(source=replace(made.source, **said))
+    checkpoint = PaddedCheckpoint(Checkpoint.open(source.path), padded)
+    quantized = quantized_weights(checkpoint, config.to_dict())
+    tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
+    expressions, ties, unused = checkpoint_expressions(skeleton.model, checkpoint, tensors)
+    inside: dict[Expression, Expression] = {Tensor(name): change for name, change in padded.items()}
+    expressions = {name: substituted(expression, inside) for name, expression in expressions.items()}
+    made = _bound(skeleton, traced, source.path, expressions, ties, source.remote_code)
+    return made.with_(source=replace(made.source, unused=unused, padded=padded, **said))
+
+
+def _config_of(source: Source, sizes: Sizes) -> PreTrainedConfig:
+    """The config of a traced model with other sizes."""
+    if source.path:
+        config = load_config(source.path, source.remote_code)
+    else:
+        config = AutoConfig.for_model(**source.config)
+    table = with_text_settings(config.to_dict(), sizes.settings)
+    if sizes.model_type is not None:
+        table.pop("architectures", None)
+        config = AutoConfig.for_model(**{**table, "model_type": sizes.model_type})
+    else:
+        config = type(config).from_dict(table)
+    if sizes.on_load and text_config(config) is not config:
+        raise RewriterError("its text model's config refuses them")
+    for name, value in sizes.on_load.items():
+        setattr(config, name, value)
+    return config
+
+
 def _own_shape(skeleton: Skeleton, name: str) -> tuple[int, ...]:
     """The shape of a tensor that a layer itself computes with. Raises RewriterError where no checkpoint has it."""
     buffers = dict(skeleton.model.named_buffers())
@@ -140,7 +198,10 @@ class _Layers:
     known_caches: Sequence[bool]
 
 
-def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], _Layers]:
+_Traced = tuple[fx.Graph, dict[str, Module], _Layers]
+
+
+def _traced(skeleton: Skeleton) -> _Traced:
     """The wiring, the modules that it calls, and what was seen of the layers."""
     # an error of a model's own code on meta tensors is the model's limit, not a crash
     hint = ". Its forward does something that needs values or a call form this version does not know."
@@ -228,3 +289,6 @@ def _open_checkpoint(model: Any) -> Checkpoint | None:
         if own_code(path):  # its vocabulary may have any name
             path = Path(snapshot_download(str(model), ignore_patterns=_OTHER_WEIGHTS))
     return Checkpoint.open(path)
+
+
+resize_with(_resized)

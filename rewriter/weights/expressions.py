@@ -149,13 +149,15 @@ class Slice(_Rearrangement):
 
 @dataclass(frozen=True)
 class Take(_Rearrangement):
-    """The elements of `source` along `dim` at the places `index`, as torch.index_select.
+    """The elements of `source` along `dim` at the places `index`, as torch.index_select; `fill` at places -1.
 
-    What a `Slice` with thousands of ranges would be: neurons in another order.
+    What a `Slice` with thousands of ranges would be: neurons in another order, with others that are padding. `fill` is
+    0, or the bits of a whole number.
     """
 
     dim: int
     index: tuple[int, ...]
+    fill: int = 0
 
     def _shape(self, inputs: list[Shape]) -> Shape:
         """The size of `dim` becomes the number of places, of which there is at least one."""
@@ -163,7 +165,7 @@ class Take(_Rearrangement):
         size = whole[_dim(self, self.dim, whole)]
         if not self.index:
             raise RewriterError(f"{self}: no place is named. At least one within {_sizes(whole)} is needed.")
-        if min(self.index) < 0 or max(self.index) >= size:
+        if min(self.index) < -1 or max(self.index) >= size:
             raise RewriterError(
                 f"{self}: places {min(self.index)} to {max(self.index)} do not all lie in dimension {self.dim}, which "
                 f"has size {size} (shape {_sizes(whole)})."
@@ -173,7 +175,11 @@ class Take(_Rearrangement):
     def value(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
-        return inputs[0][(slice(None),) * self.dim + (torch.tensor(self.index),)]
+        index = torch.tensor(self.index)
+        taken = inputs[0][(slice(None),) * self.dim + (index.clamp(min=0),)]
+        if min(self.index) < 0:
+            taken[(slice(None),) * self.dim + ((index < 0).nonzero()[:, 0],)] = self.fill
+        return taken
 
     def _narrow(self, dim: int, start: int, stop: int, shapes: Shapes) -> Expression:
         if dim == self.dim:
@@ -183,6 +189,30 @@ class Take(_Rearrangement):
     def __str__(self) -> str:
         first = ", ".join(map(str, self.index[:4])) + (", …" if len(self.index) > 4 else "")
         return f"{self.source}[{':, ' * self.dim}({first})]"
+
+
+@dataclass(frozen=True)
+class Mean(_Rearrangement):
+    """The mean of `source` over its first dimension, `count` times one after the other."""
+
+    count: int
+
+    def _shape(self, inputs: list[Shape]) -> Shape:
+        return (self.count, *inputs[0][1:])
+
+    def value(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        mean = inputs[0].mean(0, keepdim=True, dtype=torch.float32).to(inputs[0].dtype)
+        return mean.expand(self.count, *mean.shape[1:])
+
+    def _narrow(self, dim: int, start: int, stop: int, shapes: Shapes) -> Expression:
+        if dim == 0:
+            return replace(self, count=stop - start)
+        return replace(self, source=self.source.narrow(dim, start, stop, shapes))
+
+    def __str__(self) -> str:
+        return f"mean({self.source}, {self.count} times)"
 
 
 @dataclass(frozen=True)
@@ -376,7 +406,12 @@ class Dequantized(_Node):
         return f"{self.scheme}({', '.join(map(str, self.parts))})"
 
 
-Expression: TypeAlias = Tensor | Slice | Concat | Stack | Transpose | Take | Dequantized
+Expression: TypeAlias = Tensor | Slice | Concat | Stack | Transpose | Take | Mean | Dequantized
+
+
+def is_computed(expression: Expression) -> bool:
+    """True where elements of the result are computed: from codes and scales, or as a mean."""
+    return any(isinstance(node, Dequantized | Mean) for node in expression.nodes())
 
 
 def is_dequantized(expression: Expression) -> bool:

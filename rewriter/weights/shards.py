@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import FLOATS, TORCH_DTYPES, Checkpoint, mixed_dtypes, torch_dtype
-from rewriter.weights.expressions import Expression, Slice, evaluate, is_dequantized
+from rewriter.weights.expressions import Expression, Slice, evaluate, is_computed
 from rewriter.weights.finite import Pieces, Watched, check_finite, first_broken, not_finite
 from rewriter.weights.header import BITS, encode_header
 
@@ -123,7 +123,7 @@ def _values(checkpoint: Checkpoint, expression: Expression, dtype: str) -> torch
     """The elements of an expression, one after the other."""
     import torch
 
-    moved = not is_dequantized(expression) and expression.dtypes(checkpoint.dtypes) == {dtype}
+    moved = not is_computed(expression) and expression.dtypes(checkpoint.dtypes) == {dtype}
     width = getattr(torch, {8: "uint8", 16: "int16", 32: "int32", 64: "int64"}[BITS[dtype]])
 
     def read(name: str) -> torch.Tensor:

@@ -44,15 +44,15 @@ class KeptTensors:
 
     def stored(self, expression: Expression) -> Expression:
         """An expression over `tensors` as one over the checkpoint's."""
-        return expression if self.dequantized is None else substituted(expression, self._by_name)
+        return substituted(expression, self._by_name) if self._by_name else expression
 
     def named(self, expression: Expression) -> Expression:
         """An expression over the checkpoint's tensors as one over `tensors`."""
-        return expression if self.dequantized is None else substituted(expression, self._names)
+        return substituted(expression, self._names) if self._names else expression
 
     @cached_property
     def _by_name(self) -> Mapping[Expression, Expression]:
-        return {Tensor(name): tensor for name, tensor in self.tensors.items()}
+        return {Tensor(name): tensor for name, tensor in self.tensors.items() if tensor != Tensor(name)}
 
     @cached_property
     def _names(self) -> Mapping[Expression, Expression]:
@@ -74,6 +74,7 @@ def kept_tensors(
     Raises RewriterError where they would, and where `dequantize` or `drop_unused` has nothing to do.
     """
     quantized = quantized_weights(checkpoint, program.source.config)
+    padded = program.source.padded
     unused = set(program.source.unused) if drop_unused else set()
     if drop_unused and not unused:
         raise RewriterError(f"--drop-unused: the model uses every tensor in {checkpoint.directory}. Leave it out")
@@ -85,10 +86,13 @@ def kept_tensors(
                 f"the weights in {checkpoint.directory} are {quantized.kind}: {refuse}. Add --dequantize"
             )
         stored = unused if quantized is None else {n for name in unused for n in quantized.tensors[name].tensors()}
-        kept: dict[str, Expression] = {n: Tensor(n) for n in checkpoint.tensors if n not in stored}
-        return KeptTensors(checkpoint, program, kept)
-    names: dict[Expression, Expression] = {tensor: Tensor(name) for name, tensor in quantized.tensors.items()}
-    kept = {name: tensor for name, tensor in quantized.tensors.items() if name not in unused}
+        kept = {n: padded.get(n, Tensor(n)) for n in checkpoint.tensors if n not in stored}
+        names: dict[Expression, Expression] = {tensor: Tensor(name) for name, tensor in padded.items()}
+        return KeptTensors(checkpoint, _renamed(program, names) if names else program, kept)
+    inside: dict[Expression, Expression] = {Tensor(name): tensor for name, tensor in padded.items()}
+    whole = {name: substituted(tensor, inside) for name, tensor in quantized.tensors.items()}
+    names = {tensor: Tensor(name) for name, tensor in whole.items()}
+    kept = {name: tensor for name, tensor in whole.items() if name not in unused}
     return KeptTensors(checkpoint, _renamed(program, names), kept, quantized)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.model_class import takes_images
+from rewriter.common.text_settings import with_text_settings
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.huggingface.source_check import require_handed_on
@@ -110,7 +111,7 @@ def source_config(source: Source) -> dict[str, Any]:
         config = {k: v for k, v in config.items() if k != "auto_map"} | ({"auto_map": kept} if kept else {})
     if source.config.get("tie_word_embeddings") is False and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False  # its weights are two: see `rewriter.tracing.parameters`
-    return config
+    return with_text_settings(config, source.settings)
 
 
 def _code_of_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _label_heads(state: PlacementState, by_token: Any, by_head: Any, groups: Any
         _set(state, node, units, 2)
     for node in by_head:
         _set(state, node, units, 0)
-    first_group = first if count == heads else state.units.key_value_heads(heads, count)
+    first_group = first if count == heads and not state.units.by_head else state.units.key_value_heads(heads, count)
     if first_group is not None:
         for node in groups:
             _set(state, node, torch.arange(first_group, first_group + count), 2)

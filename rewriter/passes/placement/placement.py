@@ -25,20 +25,7 @@ def split_body(body: Body, ranks: int) -> SplitBody:
 
     Raises Unsplittable with the reason.
     """
-    state = PlacementState(body, Units(ranks))
-    exits = _exits(state)
-    _label_attention(state)
-    label_mixers(state)
-    state.labels.propagate()
-    _label_modules(state)  # a norm may stand between the heads and an exit, which would get units of its own
-    for node in exits:
-        source = args_of(node)[0]
-        if node.target is not ops.experts and source not in state.labels.of:
-            shape = reduced_shape(value_of(source))
-            first = state.units.channels(shape[-1], "channels")
-            state.labels.set(source, torch.arange(first, first + shape[-1]).expand(shape))
-            state.labels.propagate()
-    _label_modules(state)
+    state, exits = labelled(body, Units(ranks))
     state.find_sharded()
     for node in state.graph.nodes:
         # the one key/value head of a fused projection is no shard, but every rank computes it from its own copy
@@ -53,6 +40,28 @@ def split_body(body: Body, ranks: int) -> SplitBody:
     if any(n in state.partial or (n in state.local and n not in state.sharded) for n in others):
         raise Unsplittable("it returns several tensors, and ranks would hold different values of one beside the first")
     return state.result()
+
+
+def labelled(body: Body, units: Units) -> tuple[PlacementState, list[fx.Node]]:
+    """(`body` with its values labelled by the unit that each element belongs to, its exits).
+
+    Raises Unsplittable with the reason.
+    """
+    state = PlacementState(body, units)
+    exits = _exits(state)
+    _label_attention(state)
+    label_mixers(state)
+    state.labels.propagate()
+    _label_modules(state)  # a norm may stand between the heads and an exit, which would get units of its own
+    for node in exits:
+        source = args_of(node)[0]
+        if node.target is not ops.experts and source not in state.labels.of:
+            shape = reduced_shape(value_of(source))
+            first = state.units.channels(shape[-1], "channels")
+            state.labels.set(source, torch.arange(first, first + shape[-1]).expand(shape))
+            state.labels.propagate()
+    _label_modules(state)
+    return state, exits
 
 
 def _place(state: PlacementState, node: fx.Node, exits: set[fx.Node]) -> None:
@@ -149,7 +158,7 @@ def _label_attention(state: PlacementState) -> None:
         q, k, v = args_of(node)[:3]
         heads, kv_heads = reduced_shape(value_of(q))[1], reduced_shape(value_of(k))[1]
         groups = _groups_of_heads(state, node, heads)
-        if groups == heads and kv_heads != heads and kv_heads % state.ranks == 0:
+        if groups == heads and kv_heads != heads and kv_heads % state.ranks == 0 and not state.units.by_head:
             groups = kv_heads  # query heads are where their key/value head is: both may meet outside of attention
         first = state.units.channels(groups, "query heads")
         by_head = torch.arange(first, first + groups).repeat_interleave(heads // groups)
@@ -160,7 +169,7 @@ def _label_attention(state: PlacementState) -> None:
         if isinstance(by_distance := node.kwargs.get("by_distance"), fx.Node):
             _set_heads(state, by_distance, by_head)
         # one key/value head per query head is the same unit: fused projections interleave them
-        first_kv = first if kv_heads == groups else state.units.key_value_heads(groups, kv_heads)
+        first_kv = first if kv_heads == groups and not state.units.by_head else state.units.key_value_heads(groups, kv_heads)
         if first_kv is not None:
             by_kv_head = torch.arange(first_kv, first_kv + kv_heads)
             for operand in (k, v):

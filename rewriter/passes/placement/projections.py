@@ -42,6 +42,11 @@ def outputs_layout(entry: Leaf) -> tuple[str, int]:
     return _LAYOUT[entry.kind.removeprefix("ColumnParallel")][1:]
 
 
+def inputs_layout(projection: Leaf) -> int:
+    """The dimension of the weight that a projection's inputs are."""
+    return 1 - _LAYOUT[projection.kind][2]
+
+
 def is_row_split(module: Module | None, dim: int) -> bool:
     """True if `module` is a projection whose weight has its inputs along `dim`."""
     return isinstance(module, Leaf) and module.kind in _LAYOUT and _LAYOUT[module.kind][2] != dim

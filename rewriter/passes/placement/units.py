@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
@@ -19,11 +20,27 @@ def equal_runs(size: int, ranks: int) -> tuple[Ranges, ...]:
     return tuple(((rank * local, (rank + 1) * local),) for rank in range(ranks))
 
 
-class Units:
-    """Unit numbers and, per rank, the units it holds in local order (key/value heads may repeat)."""
+@dataclass(frozen=True)
+class Axis:
+    """Units `first` to `first + count - 1`, all of one kind. `queries` is the axis of the query heads that these
+    key/value heads serve, in equal runs."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks, self.count = ranks, 0
+    first: int
+    count: int
+    quantum: str
+    queries: Axis | None = None
+
+
+class Units:
+    """Unit numbers and, per rank, the units it holds in local order (key/value heads may repeat).
+
+    `by_head`: every query head is a unit, also where each rank would hold whole groups of them. `axes` are the units
+    by kind, in the order of labelling.
+    """
+
+    def __init__(self, ranks: int, by_head: bool = False) -> None:
+        self.ranks, self.count, self.by_head = ranks, 0, by_head
+        self.axes: list[Axis] = []
         self.held: list[list[int]] = [[] for _ in range(ranks)]
         self.known: dict[tuple[int, bytes], tuple[Ranges, ...]] = {}
 
@@ -32,6 +49,7 @@ class Units:
         if size % self.ranks:
             raise Unsplittable(f"{size} {quantum} do not divide by {self.ranks}")
         first, self.count = self.count, self.count + size
+        self.axes.append(Axis(first, size, quantum))
         local = size // self.ranks
         for rank, units in enumerate(self.held):
             units += range(first + rank * local, first + (rank + 1) * local)
@@ -46,6 +64,8 @@ class Units:
         if heads == 1:
             return None
         first, self.count = self.count, self.count + heads
+        queries = next(axis for axis in reversed(self.axes) if axis.queries is None)
+        self.axes.append(Axis(first, heads, "key/value heads", queries))
         local, group = query_heads // self.ranks, query_heads // heads
         for rank, units in enumerate(self.held):
             read = [(rank * local + q) // group for q in range(local)]
