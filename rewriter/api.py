@@ -381,14 +381,15 @@ def load(
     check_files(root, manifest, None if check else [*generated, "config.json"])
     check_headers(root, manifest)
     check_read_by_transformers(root)
-    from transformers import AutoConfig
-
-    from rewriter.common.model_class import auto_class
+    from rewriter.common.model_class import auto_class, load_config
 
     _LOG.info("%s: the adapted checkpoint on one device, by transformers", root)
     options |= {} if dtype is None else {"dtype": dtype}
-    auto = auto_class(AutoConfig.from_pretrained(root, trust_remote_code=modeling is not None))
-    model: torch.nn.Module = auto.from_pretrained(root, trust_remote_code=modeling is not None, **options)
+    config = load_config(root, modeling is not None)
+    auto = auto_class(config)
+    model: torch.nn.Module = auto.from_pretrained(
+        root, config=config, trust_remote_code=modeling is not None, **options
+    )
     model = model if device is None else model.to(device)
     if compile:
         model.compile()

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig
 
-from rewriter.common.model_class import auto_class
+from rewriter.common.model_class import auto_class, load_config
 from rewriter.ir.phases import REWIRED
 from rewriter.runtime.cache import StateSpec
 from rewriter.runtime.context import Context
@@ -254,7 +253,7 @@ def load_model(directory: Path, device: torch.device, trust_remote_code: bool = 
     """The Hugging Face model in a directory, in fp32 on `device`. Raises RewriterError where a weight is not finite."""
     if not PlainTensors(directory).loadable:
         return plain_model(directory, trust_remote_code)[0].to(device)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config = load_config(directory, trust_remote_code)
     config._attn_implementation = None  # one that a config names may not be installed here
     model: nn.Module = auto_class(config).from_pretrained(
         directory, config=config, trust_remote_code=trust_remote_code, dtype=torch.float32

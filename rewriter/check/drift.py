@@ -281,7 +281,7 @@ def available_memory() -> int:
 
 def vocabulary_of(program: Program) -> int:
     """The rows of the model's table of token embeddings. Raises RewriterError where its config does not say."""
-    size = vocabulary_size(program.source.config)
+    size = program.source.vocabulary or vocabulary_size(program.source.config)
     if size is None:
         raise RewriterError(f"model type {program.source.model_type!r}: its config names no vocab_size")
     return size

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+
+from rewriter.common.text_settings import given_on_load
+
+
+def load_config(directory: str | os.PathLike[str], remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a checkpoint, with the settings that its config.json names for whoever loads it."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
+    for name, value in given_on_load(vars(config)).items():
+        setattr(config, name, value)
+    return config
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

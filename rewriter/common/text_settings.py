@@ -35,6 +35,15 @@ def with_text_settings(config: Mapping[str, Any], settings: Mapping[str, Any]) -
     return {**config, **settings} if inside is None else {**config, inside: {**config[inside], **settings}}
 
 
+ON_LOAD = "rewriter_on_load"
+
+
+def given_on_load(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that a config names for whoever loads the model, since its class refuses them in config.json."""
+    said = config.get(ON_LOAD)
+    return dict(said) if isinstance(said, Mapping) else {}
+
+
 def top_setting(config: Mapping[str, Any], *names: str) -> Any:
     """The first of `names` that is set (not null) at the top, else that of the text model; None where neither is."""
     for part in (config, nested_settings(config)):

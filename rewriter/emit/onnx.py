@@ -67,9 +67,7 @@ def export_onnx(directory: Path, file: Path, context: RunContext = RunContext())
 
 def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
     """The model in float32, with the attention and the experts that can be exported."""
-    from transformers import AutoConfig
-
-    from rewriter.common.model_class import auto_class
+    from rewriter.common.model_class import auto_class, load_config
 
     config = read_json(directory / "config.json", "It is no Hugging Face model.")
     if quantization_settings(config):
@@ -86,9 +84,10 @@ def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
                     "it: --trust-remote-code"
                 )
     try:
-        auto = auto_class(AutoConfig.from_pretrained(directory, trust_remote_code=True))
-        model: nn.Module = auto.from_pretrained(
+        sizes = load_config(directory, True)
+        model: nn.Module = auto_class(sizes).from_pretrained(
             directory,
+            config=sizes,
             trust_remote_code=True,
             dtype=torch.float32,
             attn_implementation="eager",

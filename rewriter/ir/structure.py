@@ -177,7 +177,7 @@ class Source:
     trace of text does not see. `own_cache`: the model's own class that keeps keys and values, and may forget some.
     `settings` are those of the text model that a pass has changed, `on_load` those that config.json cannot say (see
     `rewriter.ir.resizing.Sizes`), and `padded` the tensors that an output stores for them instead of the checkpoint's,
-    by name, as expressions over the checkpoint's.
+    by name, as expressions over the checkpoint's; then `vocabulary` is the number of tokens that the source has.
     """
 
     path: str | None
@@ -206,6 +206,7 @@ class Source:
     settings: Mapping[str, Any] = field(default_factory=dict)
     on_load: Mapping[str, Any] = field(default_factory=dict)
     padded: Mapping[str, Expression] = field(default_factory=dict)
+    vocabulary: int | None = None
 
     def alike(self, layer: int, other: int) -> bool:
         """True if two layers are of one class and were traced without the same arguments."""

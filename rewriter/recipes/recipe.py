@@ -100,12 +100,24 @@ class Recipe(Strict):
 
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str]) -> Self:
-        """A shipped recipe by name, or a file ending in .yaml. Does not import torch unless there are faults to list.
+        """A shipped recipe by name, a file ending in .yaml, or several of these joined by "+" (`fit-tp+ladder`): the
+        passes of the last, after those of the others that it lacks. Does not import torch unless there are faults to
+        list.
 
         Raises RewriterError: no such recipe (with the nearest name), or all faults of the file.
         """
+        first, plus, others = os.fspath(name_or_path).partition("+")
+        if plus and not os.path.exists(name_or_path):
+            return cls.load(first)._before(cls.load(others))
         path = catalogue.find(name_or_path)
         return cls.parse(read_file(path), source=os.fspath(name_or_path))
+
+    def _before(self, other: Self) -> Self:
+        """`other` after the passes of this recipe that it lacks."""
+        names = {spec.pass_name for spec in other.passes}
+        own = tuple(spec for spec in self.passes if spec.pass_name not in names)
+        said = {"name": f"{self.name}-{other.name}"[:64], "summary": f"{self.summary} Then: {other.summary}"}
+        return other.model_copy(update={**said, "passes": (*own, *other.passes)})
 
     @classmethod
     def parse(cls, text: str, source: str = "recipe") -> Self:

@@ -17,7 +17,7 @@ from torch import fx
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, cache_utils
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.text_settings import with_text_settings
+from rewriter.common.text_settings import vocabulary_size, with_text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of, wiring_tensors
 from rewriter.ir.layer_drawing import program_drawing
@@ -135,7 +135,7 @@ def _resized(program: Program, sizes: Sizes, stored: Stored) -> Program:
     except Exception as error:  # a class's own code raises what it likes
         raise CannotBuild(f"{source.architecture} cannot be built with {sizes}: {first_line(error)}") from error
     traced = _traced(skeleton)
-    said = {"settings": dict(sizes.settings), "on_load": dict(sizes.on_load)}
+    said = {"settings": dict(sizes.settings), "on_load": dict(sizes.on_load), "vocabulary": vocabulary_size(source.config)}
     padded = stored(_bound(skeleton, traced, remote_code=source.remote_code))
     if source.path is None:
         made = _bound(skeleton, traced, remote_code=source.remote_code)
@@ -150,6 +150,12 @@ def _resized(program: Program, sizes: Sizes, stored: Stored) -> Program:
     return made.with_(source=replace(made.source, unused=unused, padded=padded, **said))
 
 
+def resized_config(program: Program) -> PreTrainedConfig:
+    """The config of the model of a program, with the sizes that a pass has given it."""
+    source = program.source
+    return _config_of(source, Sizes(source.settings, source.on_load, source.model_type))
+
+
 def _config_of(source: Source, sizes: Sizes) -> PreTrainedConfig:
     """The config of a traced model with other sizes."""
     if source.path:
@@ -157,7 +163,7 @@ def _config_of(source: Source, sizes: Sizes) -> PreTrainedConfig:
     else:
         config = AutoConfig.for_model(**source.config)
     table = with_text_settings(config.to_dict(), sizes.settings)
-    if sizes.model_type is not None:
+    if sizes.model_type not in (None, config.model_type, text_config(config).model_type):
         table.pop("architectures", None)
         config = AutoConfig.for_model(**{**table, "model_type": sizes.model_type})
     else:

@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.files import ADAPTER_CONFIG, read_json, refuse_adapter
 from rewriter.common.model_class import auto_class, has_class
+from rewriter.common.model_class import load_config as read_config
 from rewriter.tracing.model_errors import refused
 
 # The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to
@@ -78,7 +79,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
                 raise RewriterError(f"{source} has no model_type: it is not a Hugging Face config.")
             if path.is_file():
                 return AutoConfig.for_model(**data)
-        config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        config = read_config(str(source), trust_remote_code)
         refuse_output(source, config.to_dict())
         if not path.exists():
             check_values(str(source), config.to_dict())

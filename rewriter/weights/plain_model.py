@@ -199,6 +199,8 @@ def _loaded(
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
+    for name, value in (getattr(config, "rewriter_on_load", None) or {}).items():
+        setattr(config, name, value)
     config._attn_implementation = "eager"  # some configs name another one, which goes before the option
     quantized = False
     for part, name in itertools.product((config, config.get_text_config(decoder=True)), _SAID):

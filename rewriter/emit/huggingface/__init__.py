@@ -18,7 +18,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.model_class import takes_images
-from rewriter.common.text_settings import with_text_settings
+from rewriter.common.text_settings import ON_LOAD, with_text_settings
 from rewriter.emit.huggingface.layers import PrintedLayer, print_layers
 from rewriter.emit.huggingface.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.huggingface.source_check import require_handed_on
@@ -111,7 +111,8 @@ def source_config(source: Source) -> dict[str, Any]:
         config = {k: v for k, v in config.items() if k != "auto_map"} | ({"auto_map": kept} if kept else {})
     if source.config.get("tie_word_embeddings") is False and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False  # its weights are two: see `rewriter.tracing.parameters`
-    return with_text_settings(config, source.settings)
+    config = with_text_settings(config, source.settings)
+    return config | ({ON_LOAD: dict(source.on_load)} if source.on_load else {})
 
 
 def _code_of_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +123,8 @@ def _code_of_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
     """The source's config.json with the generated classes instead of its own."""
-    config = {k: v for k, v in source_config(source).items() if k != "_name_or_path"}
+    config = {k: v for k, v in source_config(source).items() if k not in ("_name_or_path", ON_LOAD)}
+    config |= source.on_load  # which the generated config's class takes
     if "tie_word_embeddings" in source.config:  # said outright: its default is not the same for every class
         config.setdefault("tie_word_embeddings", source.config["tie_word_embeddings"])
     return config | {

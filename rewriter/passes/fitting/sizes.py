@@ -18,6 +18,7 @@ from rewriter.ir.resizing import Sizes
 VOCABULARY_ROWS = 64  # engines pad a vocabulary to a multiple of this, and ranks share that
 _ROUND = 64  # channels of a rank: kernels are fastest on whole tiles
 _LITTLE = 16  # and a sixteenth more than needed is paid for that, at most
+_ALIGNED = 16  # channels that some kernels want a multiple of (16 bytes of any dtype)
 _MOST = 4096  # heads
 
 
@@ -94,14 +95,13 @@ def vocabulary(size: int, ranks: Sequence[int]) -> int:
 
 
 def _channels(size: int, ranks: Sequence[int], block: int) -> int:
+    """A width of which every rank has whole groups, and channels as well aligned as all were."""
     step = lcm(*ranks)
     if size % (step * block) == 0:
         return size
-    least = _up(size, step * block)
-    if block > 1:
-        return least
+    least = _up(size, step * lcm(block, gcd(size, _ALIGNED)))
     tiles = (_ROUND >> shift for shift in range(_ROUND.bit_length()))
-    return next(made for tile in tiles if (made := _up(size, step * tile)) <= least + least // _LITTLE)
+    return next((made for tile in tiles if (made := _up(size, step * lcm(block, tile))) <= least + least // _LITTLE), least)
 
 
 def grouped_heads(

@@ -1,0 +1,57 @@
+"""A model of padded sizes in transformers' own classes, and what of its logits is the source's."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from rewriter.check.comparison import Verification
+from rewriter.check.random_model import build_model
+from rewriter.check.reference_modes import original_logits
+from rewriter.common.errors import VerificationError
+from rewriter.ir import Program
+from rewriter.ir.simulate import load_weights
+from rewriter.tracing import resized_config
+
+
+def padded_model(program: Program) -> PreTrainedModel:
+    """The eager fp32 model of a program's padded sizes, as traced, with its weights in memory."""
+    origin = program.origin or program
+    model = build_model(resized_config(program), program.source.remote_code)
+    weights = load_weights(origin, torch.float32)
+    weights |= {alias: weights[name] for alias, name in origin.ties.items()}
+    surplus = model.load_state_dict(weights, strict=False)
+    if surplus.unexpected_keys:
+        raise VerificationError(f"{surplus.unexpected_keys[0]}: the model of padded sizes has no such weight")
+    return model
+
+
+def compare_padded(
+    verification: Verification, padded: torch.Tensor, original: torch.Tensor, limit: float, prefix: str = ""
+) -> None:
+    """Compare logits of padded sizes, [..., V'], with the source's, [..., V]. Adds to `verification` or raises."""
+    verification.require(f"{prefix}padded sizes = original model", real_tokens(padded, original), original, limit)
+
+
+def real_tokens(padded: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Those logits of padded sizes that the source has too.
+
+    Raises VerificationError where a token that is padding is likelier than all others.
+    """
+    count = original.shape[-1]
+    if padded.shape[-1] > count:
+        beyond, best = padded[..., count:].amax(-1), padded[..., :count].amax(-1)
+        if place := int((beyond >= best).sum()):
+            raise VerificationError(f"padding of the vocabulary is the likeliest token at {place} places")
+    return padded[..., :count]
+
+
+def model_to_compare(
+    program: Program, model: PreTrainedModel, verification: Verification, ids: torch.Tensor, limit: float, prefix: str = ""
+) -> PreTrainedModel:
+    """`model`, the source, or, where a pass has padded its sizes, that of those sizes, once it gives the same logits."""
+    if not program.source.padded:
+        return model
+    padded = padded_model(program)
+    compare_padded(verification, original_logits(padded, ids), original_logits(model, ids), limit, prefix)
+    return padded
