@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from rewriter.adapt.loop import METRICS, read_metrics
 from rewriter.adapt.models import HuggingFaceModel, base_of
 from rewriter.adapt.options import FREE, AdaptOptions
+from rewriter.adapt.padded import require_padding
 from rewriter.adapt.students import Run, Student
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
 from rewriter.convert.conversion import save
@@ -131,7 +132,10 @@ def entry(run: Run, losses: dict[str, float]) -> AdaptationEntry:
 
 
 def write(run: Run, out: Path, done: AdaptationEntry, verify: Level) -> None:
-    """Rewrite the trained weights by the recipe, and write the output directory."""
+    """Rewrite the trained weights by the recipe, and write the output directory. Raises VerificationError where padding
+    was trained."""
+    if run.padding is not None:
+        require_padding(run.padding, run.place / "trained")
     source = taken_over(run.opened.manifest.source, run.opened.root, out)
     logged = [run.place / METRICS, *sorted((run.place / "tensorboard").glob("*tfevents*"))]
     save(
@@ -142,5 +146,6 @@ def write(run: Run, out: Path, done: AdaptationEntry, verify: Level) -> None:
         run.context,
         adaptation=done,
         original=source,
+        padding=run.padding,
         beside={f"training/{file.name}": file for file in logged},
     )

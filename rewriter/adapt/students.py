@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +36,7 @@ from rewriter.adapt.models import (
 )
 from rewriter.adapt.objective import evaluate
 from rewriter.adapt.options import AdaptOptions
+from rewriter.adapt.padded import mask_gradients, mask_sharded, masks_of_module, masks_of_program
 from rewriter.adapt.ranks import RunRanks
 from rewriter.adapt.schedule import RunSizes
 from rewriter.adapt.unshard import write_model
@@ -48,6 +49,7 @@ from rewriter.convert.conversion import save
 from rewriter.convert.rewritten_source import Opened, original_program, rewritten, source_config, write_source
 from rewriter.convert.save_options import SaveOptions
 from rewriter.ir import Parameter, Program
+from rewriter.output.manifest import Padding
 from rewriter.runtime.loading import load as load_sharded
 from rewriter.runtime.module import RuntimeModel
 from rewriter.tracing.meta_model import find_layers, load_config
@@ -94,6 +96,11 @@ class Run:
         return self.place / "source"
 
     @property
+    def padding(self) -> Padding | None:
+        """What of the weights is padding, which is not trained; a model that starts at random has none."""
+        return None if self.options.from_scratch else self.opened.manifest.padding
+
+    @property
     def bf16(self) -> bool:
         return bool(self.settings.get("bf16"))
 
@@ -136,11 +143,13 @@ def original_directory(opened: Opened, options: AdaptOptions, source: Path, teac
     if (place / "config.json").is_file():
         config = read_json(place / "config.json", "Give the original model as --teacher.")
     theirs, ours = text_settings(config), text_settings(source_config(opened))
+    padded = "what `rewrite ORIGINAL --recipe fit-tp` makes of it for these ranks"
+    model = "the model that was rewritten" if opened.manifest.padding is None else padded
     for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
         if theirs.get(name) != ours.get(name):
             raise RewriterError(
                 f"--teacher {place}: its {name} is {theirs.get(name)!r}, that of the rewritten model "
-                f"{ours.get(name)!r}. Give the model that was rewritten"
+                f"{ours.get(name)!r}. Give {model}"
             )
     return place
 
@@ -156,7 +165,7 @@ class Student:
     own: this rank's number among those that hold other parameters under the same names (tensor- or expert-parallel
     ranks). program: of a sharded module. exact: loads the model as it was before its base was quantized, with new
     adapters, on the CPU. master_weights: makes an optimizer of them from parameter groups, which is `optimizer` once it
-    is made. mesh: what FSDP2 shards over.
+    is made. mesh: what FSDP2 shards over. padded: what it shards of parameters with padding, which is not trained.
     """
 
     model: Model
@@ -167,9 +176,11 @@ class Student:
     experts: ExpertParallel | None = None
     exact: Callable[[], nn.Module] | None = None
     mesh: DeviceMesh | None = None
+    padded: Sequence[tuple[nn.Parameter, Mapping[int, Tensor]]] = ()
 
     def clip(self, largest: float) -> Tensor:
         """Complete the gradients of a step and scale them to a norm of at most `largest` over all ranks; the norm."""
+        mask_sharded(self.padded)
         if self.experts is not None:
             self.experts.reduce_gradients()
             return self.experts.clip_grad_norm_(largest)
@@ -218,7 +229,9 @@ def student(run: Run) -> Student:
             raise _not_packed(run, "a state goes from one example of a packed row to the next")
         if options.zero == "3":
             shard_parameters(sharded, param_dtype=torch.bfloat16 if run.bf16 else None)
-        return Student(ShardedModel(sharded), run.ranks.rank % options.tp, program)
+        own = run.ranks.rank % options.tp
+        masks = {} if run.padding is None else masks_of_program(run.padding, run.source, program, own)
+        return Student(ShardedModel(sharded), own, program, padded=mask_gradients(sharded, masks))
     built = _hugging_face_student(run)
     if options.packing and not isolates_segments(built.model.module):
         raise _not_packed(
@@ -245,9 +258,12 @@ def _runtime(run: Run, program: Program, name: str) -> RuntimeModel:
 def _hugging_face_student(run: Run) -> Student:
     options, place, remote = run.options, run.place / "student", run.opened.manifest.adapted.modeling is not None
     run.ranks.on_first(lambda: _write_student(run, place))
+    masks: dict[str, Mapping[int, Tensor]] = {}
 
     def loaded(device: torch.device) -> nn.Module:
         module = load_model(place, device, remote)
+        if run.padding is not None:
+            masks.update(masks_of_module(run.padding, run.source, module))
         freeze_towers(module)
         if options.train == "rewritten":
             freeze_unchanged(module)
@@ -259,6 +275,7 @@ def _hugging_face_student(run: Run) -> Student:
         built.exact = lambda: loaded(torch.device("cpu"))
     if run.ranks.world > 1:
         _distribute(run, built)
+    built.padded = mask_gradients(built.model.module, masks)
     return built
 
 

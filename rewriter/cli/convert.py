@@ -21,6 +21,7 @@ def convert(
     recipe: options.Recipe,
     out: options.ConvertedTo = None,
     tp: options.Degrees = "1",
+    tp_also: options.AlsoRanks = None,
     sp: options.SequenceRanks = 1,
     set: options.Overrides = None,
     dtype: options.Dtype = None,
@@ -42,6 +43,8 @@ def convert(
     """
     overrides, degrees = parse_overrides(set or []), parse_degrees(tp)
     ranks = degrees if len(degrees) > 1 else degrees[0]
+    if tp_also is not None:
+        overrides["fit_ranks.also"] = str(parse_degrees(tp_also, "--tp-also"))
     text = None if calibration is None else read_text(calibration)
     destination = out if out is not None else default_output(model, recipe, ranks, sp)
 
@@ -87,12 +90,12 @@ def read_text(file: Path) -> str:
     return read_given("--calibration", file, "Give a text file to measure on.")
 
 
-def parse_degrees(text: str) -> list[int]:
+def parse_degrees(text: str, option: str = "--tp") -> list[int]:
     """`"2,4"` as [2, 4]. Raises RewriterError for anything but different numbers from 1 up."""
     numbers = [int(part) if re.fullmatch(r"\s*[0-9]{1,9}\s*", part) else 0 for part in text.split(",")]
     if min(numbers) < 1 or len({*numbers}) < len(numbers):
         raise RewriterError(
-            f"--tp {shortened(text)}: expected a number of ranks, or several different ones, such as 2,4,8."
+            f"{option} {shortened(text)}: expected a number of ranks, or several different ones, such as 2,4,8."
         )
     return numbers
 

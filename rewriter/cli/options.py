@@ -18,6 +18,12 @@ Ranks = Annotated[int, _Count("--tp", help="Tensor-parallel ranks.")]
 Degrees = Annotated[
     str, typer.Option("--tp", metavar="N[,N…]", help="Tensor-parallel ranks; for several numbers, a module for each.")
 ]
+AlsoRanks = Annotated[
+    str | None,
+    typer.Option(
+        "--tp-also", metavar="N[,N…]", help="Recipes that pad sizes (fit-tp): further numbers of ranks to fit, without a module."
+    ),
+]
 ChosenRanks = Annotated[int | None, _Count("--tp", help="Tensor-parallel ranks. Without it: those of the conversion.")]
 SequenceRanks = Annotated[int, _Count("--sp", help="Sequence-parallel ranks: each holds part of the tokens.")]
 TrustRemoteCode = Annotated[

@@ -18,7 +18,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import refuse_adapter
 from rewriter.common.packages import EXTRAS, present
 from rewriter.common.shrink_sizes import HEADS, KV_HEADS, rope_types
-from rewriter.common.text_settings import text_settings
+from rewriter.common.text_settings import given_on_load, text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.output.manifest import Manifest, damage, healing, read_manifest
 from rewriter.output.names import MANIFEST
@@ -97,7 +97,7 @@ def serve_command(
         return ServeCommand((*server, str(root), *trust, *arguments), (*notes, *healed))
     program, release = _vllm()
     ranks = _degree(root, manifest, tp)
-    words = (*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *_as_quantized(root), *arguments)
+    words = (*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *_overrides(root), *arguments)
     return ServeCommand(words, (*_notes_of_vllm(root, manifest, ranks, release), *healed))
 
 
@@ -138,6 +138,7 @@ def _degree(root: Path, manifest: Manifest | None, tp: int | None) -> int:
         )
     ranks = bound or tp or (1 if manifest is None else manifest.mesh.get("tp", 1))
     table = _config(root)
+    table = {**table, **given_on_load(table)}
     heads = _first(table, HEADS)
     kv_heads = _first(table, KV_HEADS) or heads
     fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
@@ -201,10 +202,12 @@ def _plugin() -> bool:
     return any(chosen is None or name in chosen.split(",") for name in names)
 
 
-def _as_quantized(root: Path) -> list[str]:
-    """Options that let vLLM quantize the sums of a checkpoint with the source's own architecture."""
-    overrides = hf_overrides(_config(root))
-    return ["--hf-overrides", json.dumps(overrides)] if overrides and _plugin() else []
+def _overrides(root: Path) -> list[str]:
+    """Options by which vLLM quantizes the sums of a checkpoint with the source's own architecture, and learns what a
+    config.json cannot say."""
+    config = _config(root)
+    overrides = (hf_overrides(config) if _plugin() else {}) | given_on_load(config)
+    return ["--hf-overrides", json.dumps(overrides)] if overrides else []
 
 
 # --- notes

@@ -29,7 +29,7 @@ from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
-from rewriter.output.manifest import GOLDEN, AdaptationEntry, Drift, Golden, Manifest, SourceEntry, read_manifest
+from rewriter.output.manifest import GOLDEN, AdaptationEntry, Drift, Golden, Manifest, Padding, SourceEntry, read_manifest
 from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import is_quantized
@@ -70,6 +70,9 @@ def convert(
     passes = loaded.build()
     for degree in (tp, *others):
         check_bound(loaded, passes, degree, sp)
+    for index, rewrite in enumerate(passes):
+        if others and (more := rewrite.for_degrees((tp, *others))):
+            loaded = loaded.with_options(index, more)
     if others and (options.materialize or any(p.scope == "per_rank" for p in passes)):
         why = "--materialize writes weights for one" if options.materialize else f"{loaded.name} is bound to its ranks"
         raise RewriterError(f"--tp {tp},{','.join(map(str, others))}: {why}. Convert once for each number of ranks")
@@ -122,6 +125,7 @@ def save(
     skipped: Sequence[tuple[str, str]] = (),
     adaptation: AdaptationEntry | None = None,
     original: SourceEntry | None = None,
+    padding: Padding | None = None,
     beside: Mapping[str, Path] | None = None,
     early: EarlyCopies | None = None,
 ) -> ConversionReport:
@@ -129,7 +133,8 @@ def save(
     `skipped` names passes that were not applied, with reasons.
 
     `adaptation` says that the program's weights were trained after the rewrite, and how: their drift is then not
-    measured, since the same weights under the original wiring are not the original, whose entry is `original`. `beside`
+    measured, since the same weights under the original wiring are not the original, whose entry is `original`, and
+    `padding` is what those weights hold of it. `beside`
     are further files to copy into the directory, by their names there. `early` may have begun to copy the weights.
 
     Raises RewriterError and VerificationError as `convert` does.
@@ -176,7 +181,7 @@ def save(
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
         manifest.unused = [] if options.drop_unused else sorted(program.source.unused)
         manifest.source.path = recorded_path(layout.checkpoint.directory, output.final)
-        manifest.source = original or manifest.source
+        manifest.source, manifest.padding = original or manifest.source, padding or manifest.padding
         _write_checked(program, layout, output, options, verification, manifest, beside or {}, progress)
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rewriter.check.comparison import Verification
+from rewriter.convert.padding import padding_of
 from rewriter.convert.save_options import SaveOptions
 from rewriter.emit.files import output_files
 from rewriter.emit.manifest import mesh_of, versions
@@ -61,6 +62,7 @@ def manifest_of(
         verification=Verified(level="none"),
         positions=position_table(program),
         adaptation=adaptation,
+        padding=padding_of(program),
         files={},
     )
 

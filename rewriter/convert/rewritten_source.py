@@ -16,7 +16,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
-from rewriter.common.text_settings import declared_dtype, quantization_settings
+from rewriter.common.text_settings import ON_LOAD, declared_dtype, quantization_settings
 from rewriter.common.tokenizer_code import code_files
 from rewriter.emit.files.output_files import CHAT_TEMPLATES
 from rewriter.ir import Program
@@ -82,6 +82,8 @@ def source_config(opened: Opened) -> dict[str, Any]:
     """config.json of the original model: that of the directory without what `rewrite` put there."""
     entry = opened.manifest.source
     kept = {name: value for name, value in opened.config.items() if name not in _OURS}
+    if (padding := opened.manifest.padding) is not None and padding.on_load:
+        kept |= {**dict.fromkeys(padding.on_load, 1), ON_LOAD: padding.on_load}  # one head divides every width
     return kept | {"architectures": [entry.architecture], "model_type": entry.model_type}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,6 +98,9 @@ def _loading(manifest: Manifest) -> Iterator[str]:
     auto = "AutoModelForImageTextToText" if takes_images(name) else "AutoModelForCausalLM"
     if modeling is None and not is_found(manifest.adapted.model_type, name):
         auto = name
+    padding = manifest.padding if modeling is None else None
+    said = {} if padding is None else padding.on_load
+    trust += "".join(f", {setting}={value}" for setting, value in said.items())
     yield f"""## Load
 
 ```python
@@ -109,6 +113,13 @@ model = {auto}.from_pretrained("THIS DIRECTORY"{trust})
         yield _filled(
             f"`{modeling}` defines the model and needs transformers only. Parameter names are those of the base model, "
             f"so {adapters}trainers find them."
+        )
+    if said:
+        names = " and ".join(f"`{setting}`" for setting in said)
+        yield _filled(
+            f"The class of its config refuses {names} in config.json, since heads do not divide the width there, and so "
+            f"it is said on loading. vLLM: `--hf-overrides '{json.dumps(said)}'`; SGLang: "
+            f"`--json-model-override-args '{json.dumps(said)}'`."
         )
     if manifest.runtime:
         ranks = ranks_of(manifest.mesh)

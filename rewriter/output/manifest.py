@@ -183,12 +183,34 @@ class AdaptationEntry(_Part):
     seconds: float
 
 
+class PaddedTensors(_Part):
+    """Stored tensors that hold padding at the same `ranges` of a dimension: zeros, or, where `zero` is false, the mean
+    of all other rows. In the names, `*` stands for numbers."""
+
+    tensors: list[str]
+    dim: int
+    ranges: list[tuple[int, int]]
+    zero: bool = True
+
+
+class Padding(_Part):
+    """Sizes that were padded until numbers of ranks divide them (`fit_ranks`): the `settings` of config.json that it
+    changed, those that are given `on_load`, since config.json cannot say them, the tokens that the source has, by how
+    much the bytes of the weights grew, as a share, and where padding is."""
+
+    settings: dict[str, Any]
+    on_load: dict[str, Any] = {}
+    vocabulary: int | None = None
+    growth: float
+    tensors: list[PaddedTensors]
+
+
 class Manifest(_Part):
     """The file. `files` are the sha256 of every other file of the directory.
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
     that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
-    where weights are as they were before the rewrite. `positions` are those of the table in which the model looks
+    where weights are as they were before the rewrite, `padding` where no sizes were padded. `positions` are those of the table in which the model looks
     positions up, beyond which it cannot read; None where it computes them. `unused` are the tensors that the model has
     no parameter for. `refreshed` are the versions that its code was written by before `rewrite refresh` wrote it
     anew, oldest first.
@@ -209,6 +231,7 @@ class Manifest(_Part):
     golden: Golden | None = None
     positions: int | None = None
     adaptation: AdaptationEntry | None = None
+    padding: Padding | None = None
     unused: list[str] = []
     refreshed: list[dict[str, str]] = []
     files: dict[str, str]

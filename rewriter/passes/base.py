@@ -90,6 +90,10 @@ class Pass(ABC):
                 f"{self.name} is bound to a number of ranks: what it computes differs with it. Give --tp 2 or more."
             )
 
+    def for_degrees(self, degrees: Sequence[int]) -> Mapping[str, Any]:
+        """The options that it needs where one checkpoint serves several numbers of tensor-parallel ranks."""
+        return {}
+
     @property
     def request(self) -> Request | None:
         """The measurement that is missing before it can be applied."""

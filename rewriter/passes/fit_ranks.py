@@ -31,7 +31,7 @@ from rewriter.passes.placement.projections import chains, inputs_layout, inputs_
 from rewriter.passes.placement.units import AXIS
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Concat, Dequantized, Expression, Mean, Shapes, Take, Tensor
-from rewriter.weights.padding import Misaligned, PaddedCheckpoint, joined, padded_tensors
+from rewriter.weights.padding import Misaligned, growth, joined, padded_tensors
 
 MOST_WASTE = 0.25
 
@@ -155,10 +155,7 @@ def _growth(program: Program, made: Program) -> float:
     if program.source.path is None:
         before, after = (sum(prod(s.shape) for s in p.parameters.values()) for p in (program, made))
         return after / before - 1
-    checkpoint = Checkpoint.open(program.source.path)
-    padded = PaddedCheckpoint(checkpoint, made.source.padded)
-    before, after = (sum(info.nbytes for info in c.tensors.values()) for c in (checkpoint, padded))
-    return after / before - 1
+    return growth(Checkpoint.open(program.source.path), made.source.padded)
 
 
 class _Padding:

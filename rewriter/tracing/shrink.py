@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.shrink_sizes import LAYERS, shrunken_sizes
-from rewriter.common.text_settings import without_quantization
+from rewriter.common.text_settings import ON_LOAD, without_quantization
 from rewriter.tracing.shrink_beside import fitted, grids_inside, shrunken_beside, tokens_inside
 
 _LISTS_OF_LAYERS = (
@@ -122,6 +122,7 @@ def shrink(
         data = fitted(data, table, small) | grids_inside(table)
         data |= tokens_inside(table, small.get("vocab_size", 256)) | {inner: small}
     data = without_quantization(data)
+    data.pop(ON_LOAD, None)  # heads of the copy divide its width
     if "auto_map" not in data:
         data["_name_or_path"] = ""
     data["dtype"] = "float32"

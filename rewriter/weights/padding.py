@@ -157,6 +157,13 @@ def _along(take: Take) -> int:
     return take.dim
 
 
+def growth(checkpoint: Checkpoint, changes: Mapping[str, Expression]) -> float:
+    """The share by which the bytes of a checkpoint's tensors grow by `changes`."""
+    padded = PaddedCheckpoint(checkpoint, changes)
+    before, after = (sum(info.nbytes for info in c.tensors.values()) for c in (checkpoint, padded))
+    return after / before - 1
+
+
 class PaddedCheckpoint(Checkpoint):
     """A checkpoint as it will be once `changes` are stored in place of the tensors that they name: headers only."""
 
