@@ -16,7 +16,8 @@ from rewriter.ir import Program
 from rewriter.output.manifest import Padding
 from rewriter.tracing.parameters import checkpoint_expressions
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Expression, Reference, Tensor, evaluate
+from rewriter.weights.expressions import Expression, Reference, evaluate
+from rewriter.weights.expressions import Tensor as Stored
 
 Masks = Mapping[str, Mapping[int, Tensor]]
 """By parameter and dimension, fp32 with 0 where elements are padding and 1 elsewhere."""
@@ -25,8 +26,8 @@ Masks = Mapping[str, Mapping[int, Tensor]]
 def masks_of_module(padding: Padding, source: Path, module: nn.Module) -> Masks:
     """Masks of a Hugging Face model, by its own names. `source` holds the weights that it was loaded from."""
     checkpoint = Checkpoint.open(source)
-    tensors = {name: Tensor(name) for name in checkpoint.tensors}
-    expressions, _, _ = checkpoint_expressions(module, checkpoint, tensors)  # type: ignore[arg-type]
+    tensors = {name: Stored(name) for name in checkpoint.tensors}
+    expressions, _, _ = checkpoint_expressions(module, checkpoint, tensors)
     return _masks(padding, checkpoint, expressions)
 
 
@@ -72,7 +73,7 @@ def mask_gradients(module: nn.Module, masks: Masks) -> list[tuple[nn.Parameter, 
     """
     base = base_of(module)
     names = {id(parameter): name for name, parameter in base.named_parameters()}
-    sharded = []
+    sharded: list[tuple[nn.Parameter, dict[int, Tensor]]] = []
     for full, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -47,9 +47,14 @@ def real_tokens(padded: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def model_to_compare(
-    program: Program, model: PreTrainedModel, verification: Verification, ids: torch.Tensor, limit: float, prefix: str = ""
+    program: Program,
+    model: PreTrainedModel,
+    verification: Verification,
+    ids: torch.Tensor,
+    limit: float,
+    prefix: str = "",
 ) -> PreTrainedModel:
-    """`model`, the source, or, where a pass has padded its sizes, that of those sizes, once it gives the same logits."""
+    """`model`, the source, or, where a pass padded its sizes, that of those sizes, once it gives the same logits."""
     if not program.source.padded:
         return model
     padded = padded_model(program)

@@ -21,7 +21,9 @@ Degrees = Annotated[
 AlsoRanks = Annotated[
     str | None,
     typer.Option(
-        "--tp-also", metavar="N[,N…]", help="Recipes that pad sizes (fit-tp): further numbers of ranks to fit, without a module."
+        "--tp-also",
+        metavar="N[,N…]",
+        help="Recipes that pad sizes (fit-tp): further numbers of ranks to fit, without a module.",
     ),
 ]
 ChosenRanks = Annotated[int | None, _Count("--tp", help="Tensor-parallel ranks. Without it: those of the conversion.")]

@@ -29,7 +29,16 @@ from rewriter.emit.files import output_files
 from rewriter.emit.files.output_directory import OutputDirectory
 from rewriter.emit.manifest import mesh_of
 from rewriter.ir import Program
-from rewriter.output.manifest import GOLDEN, AdaptationEntry, Drift, Golden, Manifest, Padding, SourceEntry, read_manifest
+from rewriter.output.manifest import (
+    GOLDEN,
+    AdaptationEntry,
+    Drift,
+    Golden,
+    Manifest,
+    Padding,
+    SourceEntry,
+    read_manifest,
+)
 from rewriter.output.names import MANIFEST, mesh_name
 from rewriter.passes.phases import single_device
 from rewriter.passes.quantize_collectives import is_quantized

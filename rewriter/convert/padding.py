@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rewriter.ir import Program
 from rewriter.output.manifest import PaddedTensors, Padding
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Concat, Expression, Shapes, Take
+from rewriter.weights.expressions import Concat, Mean
 from rewriter.weights.padding import growth
 
 Ranges = tuple[tuple[int, int], ...]
@@ -20,13 +20,13 @@ def padding_of(program: Program) -> Padding | None:
     source = program.source
     if not source.padded or source.path is None:
         return None
-    checkpoint = Checkpoint.open(source.path)
-    by_name = {name: list(_places(change, checkpoint.shapes)) for name, change in source.padded.items()}
+    means = {name for name, change in source.padded.items() if isinstance(change, Concat) and _is_mean(change)}
+    by_name = {name: list(_padded(dims, name not in means)) for name, dims in source.places.items()}
     return Padding(
         settings=dict(source.settings),
         on_load=dict(source.on_load),
         vocabulary=source.vocabulary,
-        growth=growth(checkpoint, source.padded),
+        growth=growth(Checkpoint.open(source.path), source.padded),
         tensors=[
             PaddedTensors(tensors=names, dim=dim, ranges=list(ranges), zero=zero)
             for (dim, ranges, zero), names in _grouped(by_name).items()
@@ -34,15 +34,15 @@ def padding_of(program: Program) -> Padding | None:
     )
 
 
-def _places(change: Expression, shapes: Shapes) -> Iterator[Place]:
-    """Where a stored tensor holds padding."""
-    if isinstance(change, Concat):
-        start = change.parts[0].shape(shapes)[change.dim]
-        yield change.dim, ((start, change.shape(shapes)[change.dim]),), False
-    while isinstance(change, Take):
-        if ranges := _runs([place for place, index in enumerate(change.index) if index < 0]):
-            yield change.dim, ranges, change.fill == 0
-        change = change.source
+def _is_mean(change: Concat) -> bool:
+    return any(isinstance(part, Mean) for part in change.parts)
+
+
+def _padded(dims: Mapping[int, Sequence[int]], zero: bool) -> Iterator[Place]:
+    """Where a weight holds padding."""
+    for dim, index in dims.items():
+        if ranges := _runs([place for place, of in enumerate(index) if of < 0]):
+            yield dim, ranges, zero
 
 
 def _runs(places: Sequence[int]) -> Ranges:

@@ -117,8 +117,8 @@ model = {auto}.from_pretrained("THIS DIRECTORY"{trust})
     if said:
         names = " and ".join(f"`{setting}`" for setting in said)
         yield _filled(
-            f"The class of its config refuses {names} in config.json, since heads do not divide the width there, and so "
-            f"it is said on loading. vLLM: `--hf-overrides '{json.dumps(said)}'`; SGLang: "
+            f"Its config's class refuses {names} in config.json, since heads have to divide the width there: it is "
+            f"said on loading. vLLM: `--hf-overrides '{json.dumps(said)}'`; SGLang: "
             f"`--json-model-override-args '{json.dumps(said)}'`."
         )
     if manifest.runtime:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Group
@@ -22,6 +23,7 @@ from rewriter.common.numbers import json_text
 from rewriter.common.run_context import RunContext
 from rewriter.common.text_settings import declared_dtype
 from rewriter.explain.inspection_tables import tables
+from rewriter.explain.padding import padding, tensor_parallel
 from rewriter.explain.plan_table import plan_data, plan_text
 from rewriter.ir import Program
 from rewriter.ir.carrying import stream_count
@@ -36,7 +38,6 @@ from rewriter.passes.placement.rank_memory import memory
 from rewriter.passes.sequence.distributed_attention import ALGORITHMS, AttentionShape
 from rewriter.passes.sequence.sequence_costs import lower_bound
 from rewriter.passes.sequence.sequence_plans import MARGIN, PlanCost, attention_shapes, planning, plans, sequence_plan
-from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, load_recipe
 from rewriter.recipes.unfired import standard_layers, unfired, without_measurements
@@ -91,10 +92,10 @@ def inspect(
     config = load_config(model, trust_remote_code)
     skeleton = build_skeleton(config, trust_remote_code)
     original = trace_skeleton(skeleton, remote_code=trust_remote_code)
-    # plain tensor parallelism, with which a recipe is compared
-    standard = TensorParallel().apply(original.with_(mesh={"tp": tp}, origin=original)) if tp > 1 else original
-    after, rules = _applied(original, standard, loaded, tp, sp)
+    after, rules = _applied(original, loaded, tp, sp)
     rewritten = after is not None
+    # plain tensor parallelism, with which a recipe is compared, of the sizes that it gives the model
+    standard = tensor_parallel((after and after.origin) or original, tp)
     after = after or standard
     rules += [*unfired(after), *(standard_layers(after) if rewritten else [])]
     data = {
@@ -127,6 +128,7 @@ def inspect(
         "phases": _phases(after),
         "sequence": sequence(after, sp, tokens),
         "memory": asdict(memory(after)),
+        "padding": padding(original, after, tp),
         "rules": rules,
     }
     return Inspection(data, after)
@@ -150,15 +152,13 @@ def _paths(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _applied(
-    original: Program, standard: Program, recipe: Recipe | None, tp: int, sp: int
-) -> tuple[Program | None, list[dict[str, str]]]:
+def _applied(original: Program, recipe: Recipe | None, tp: int, sp: int) -> tuple[Program | None, list[dict[str, str]]]:
     """(the program that the recipe makes, rules), without a program where the model has no stream to apply it to."""
     no_stream = why_no_stream(original)
     if recipe is None:
         return None, [] if no_stream is None else [{"rule": "residual stream", "reason": no_stream}]
     try:
-        recipe, rules = without_measurements(recipe, standard)
+        recipe, rules = without_measurements(recipe, partial(tensor_parallel, original, tp))
         after, skipped = apply_recipe(original, recipe, tp, sp=sp)
     except RewriterError as error:
         if no_stream is None:

@@ -34,6 +34,8 @@ def tables(data: Mapping[str, Any]) -> Group:
             parts.append(_blocks(phases["exact"]["blocks"], sharded, streams, ", of exact tokens"))
     else:
         parts.append(Text("no residual stream: its blocks cannot be distinguished (see the rules below)"))
+    if data["padding"]:
+        parts.append(_padding(data["padding"]))
     parts.append(_communication(data["communication"], data["recipe"], phases))
     if data["sequence"]:
         parts += _sequence(data["sequence"])
@@ -63,6 +65,24 @@ def _beside(unused: Mapping[str, int]) -> str:
         return ""
     names = [*unused] if len(unused) <= 5 else [*[*unused][:4], f"{len(unused) - 4} others"]
     return f" beside {amount(sum(unused.values()))} that a forward on text does not use ({', '.join(names)})"
+
+
+def _padding(padding: Mapping[str, Any]) -> Table:
+    """Sizes that were padded, and layouts: what a rank holds and computes, and what of it all is waste."""
+    columns = ("GPUs", "weights/rank", "waste", "products/token", "waste", "cache/token", "waste")
+    table = plain_table(f"Padded sizes: weights {padding['weights']:+.1%}", *columns, numbers=columns[1:], fold=columns)
+    for layout in padding["layouts"]:
+        waste = layout["waste"]
+        table.add_row(
+            layout["layout"], size(layout["weight_bytes"]), f"{waste['weights']:.1%}",
+            amount(layout["products_per_token"]), f"{waste['products']:.1%}",
+            size(layout["cache_bytes_per_token"]), f"{waste['cache']:.1%}",
+        )  # fmt: skip
+    sizes = ", ".join(f"{s['setting']} {s['before']} → {s['after']}" for s in padding["sizes"])
+    table.caption = (
+        f"{sizes}. Waste: what all GPUs have beyond the model itself. `rewrite predict` says how fast each is."
+    )
+    return table
 
 
 def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[str, str]]) -> Table:

@@ -8,11 +8,11 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir.program import Program
-from rewriter.weights.expressions import Expression
+from rewriter.weights.padding import PaddedTensors
 
-Stored = Callable[[Program], Mapping[str, Expression]]
-"""From the program of other sizes, without weights, to the tensors that a checkpoint of it holds instead of the
-source's, by name: expressions over the source's."""
+Stored = Callable[[Program], PaddedTensors | None]
+"""From the program of other sizes, without weights, to what a checkpoint of it holds; None where the source has no
+checkpoint."""
 
 
 @dataclass(frozen=True)

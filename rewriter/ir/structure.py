@@ -177,7 +177,8 @@ class Source:
     trace of text does not see. `own_cache`: the model's own class that keeps keys and values, and may forget some.
     `settings` are those of the text model that a pass has changed, `on_load` those that config.json cannot say (see
     `rewriter.ir.resizing.Sizes`), and `padded` the tensors that an output stores for them instead of the checkpoint's,
-    by name, as expressions over the checkpoint's; then `vocabulary` is the number of tokens that the source has.
+    by name, as expressions over the checkpoint's; then `vocabulary` is the number of tokens that the source has, and
+    `places` says by weight and dimension which place of the source each element comes from, -1 for padding.
     """
 
     path: str | None
@@ -206,6 +207,7 @@ class Source:
     settings: Mapping[str, Any] = field(default_factory=dict)
     on_load: Mapping[str, Any] = field(default_factory=dict)
     padded: Mapping[str, Expression] = field(default_factory=dict)
+    places: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     vocabulary: int | None = None
 
     def alike(self, layer: int, other: int) -> bool:

@@ -210,10 +210,10 @@ class Manifest(_Part):
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
     that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
-    where weights are as they were before the rewrite, `padding` where no sizes were padded. `positions` are those of the table in which the model looks
-    positions up, beyond which it cannot read; None where it computes them. `unused` are the tensors that the model has
-    no parameter for. `refreshed` are the versions that its code was written by before `rewrite refresh` wrote it
-    anew, oldest first.
+    where weights are as they were before the rewrite, `padding` where no sizes were padded. `positions` are those of
+    the table in which the model looks positions up, beyond which it cannot read; None where it computes them. `unused`
+    are the tensors that the model has no parameter for. `refreshed` are the versions that its code was written by
+    before `rewrite refresh` wrote it anew, oldest first.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")

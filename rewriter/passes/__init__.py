@@ -28,7 +28,7 @@ def available() -> dict[str, type[Pass]]:
     from rewriter.passes.tensor_parallel import TensorParallel
 
     passes = (
-        FitRanks, Permute, TensorParallel, ParallelBlock, MergeReductions, FuseProjections, Ladder, Desync, DropSync, Overlap,
-        NoCommunication, SequenceParallel, QuantizeCollectives,
+        FitRanks, Permute, TensorParallel, ParallelBlock, MergeReductions, FuseProjections, Ladder, Desync, DropSync,
+        Overlap, NoCommunication, SequenceParallel, QuantizeCollectives,
     )  # fmt: skip
     return {p.name: p for p in passes}

@@ -71,6 +71,8 @@ class Pass(ABC):
     shards_tokens: ClassVar[bool] = False
     # The options that it needs next to its own on weights that it has changed already.
     again: ClassVar[Mapping[str, Any]] = {}
+    # The options that it has instead of its own where nothing is written: limits that only what is written has.
+    planning: ClassVar[Mapping[str, Any]] = {}
 
     reference_modes: ClassVar[Callable[..., LayerModes] | None] = None
     oracle: ClassVar[Callable[..., AbstractContextManager[Any]] | None] = None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import lcm, prod
 from typing import Any, ClassVar
 
 from torch import fx
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import nested_settings
-from rewriter.ir import Body, Program, args_of, called_module, nodes_inside, ops
+from rewriter.ir import Body, Opaque, Program, args_of, called_module, nodes_inside, ops
 from rewriter.ir.labels import Unsplittable
 from rewriter.ir.marks import marks
 from rewriter.ir.ops import SequencePlan
@@ -30,8 +30,9 @@ from rewriter.passes.fitting.units import (
 from rewriter.passes.placement.projections import chains, inputs_layout, inputs_of, is_projection, outputs_layout
 from rewriter.passes.placement.units import AXIS
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Concat, Dequantized, Expression, Mean, Shapes, Take, Tensor
-from rewriter.weights.padding import Misaligned, growth, joined, padded_tensors
+from rewriter.weights.expressions import Dequantized, Expression, Tensor
+from rewriter.weights.padding import PaddedTensors, growth
+from rewriter.weights.quantized_tensors import quantized_weights
 
 MOST_WASTE = 0.25
 
@@ -65,6 +66,7 @@ class FitRanks(Pass):
     name: ClassVar[str] = "fit_ranks"
     effect: ClassVar[Effect] = "exact"
     again: ClassVar[Mapping[str, Any]] = {"applied": True}
+    planning: ClassVar[Mapping[str, Any]] = {"waste": math.inf}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "also", tuple(self.also))
@@ -77,7 +79,7 @@ class FitRanks(Pass):
 
     def shrunken(self, kept: Sequence[int], count: int, plan: SequencePlan | None = None) -> Sequence[Pass]:
         """Without a limit: sizes of the copy are small, and padding many times as large."""
-        return [replace(self, waste=float("inf"))]
+        return [replace(self, waste=math.inf)]
 
     def apply(self, program: Program) -> Program:
         if program.history or any(p.ranges is not None for p in program.parameters.values()):
@@ -92,15 +94,18 @@ class FitRanks(Pass):
         found = _Padding(program)
         made = found.resized(as_written(table, program.source.model_type, settings))
         added = _growth(program, made)
+        allow = f"--set fit_ranks.waste={-(-added * 100 // 5) * 5:.0f}%"
         if added > _share(self.waste):
             raise RewriterError(
                 f"fit_ranks: for {_listed(ranks)} ranks the weights would grow by {added:.1%} "
                 f"({_sizes(table, settings)}), and at most {_share(self.waste):.0%} are allowed. Take fewer ranks, or "
-                f"allow it with --set fit_ranks.waste={-(-added * 100 // 5) * 5:.0f}%"
+                f"allow it with {allow}"
             )
-        summary = f"{_sizes(table, settings)}; weights {added:+.1%}"
+        summary, notes = f"{_sizes(table, settings)}; weights {added:+.1%}", found.notes()
+        if self.waste == math.inf and added > MOST_WASTE:
+            notes = (*notes, f"weights grow by {added:.1%}: a conversion asks for {allow}")
         return record(
-            program, self, summary, found.notes(), source=made.source, graph=made.graph, modules=made.modules,
+            program, self, summary, notes, source=made.source, graph=made.graph, modules=made.modules,
             parameters=made.parameters, ties=made.ties,
         ).with_(origin=made.with_(mesh=program.mesh))  # fmt: skip
 
@@ -132,7 +137,7 @@ def _blocks(program: Program) -> Blocks:
         for node in () if spec.expression is None else spec.expression.nodes():
             if isinstance(node, Dequantized):
                 kind |= _groups(node, spec.shape)
-    return Blocks(lcm(*attention), lcm(*mixers), lcm(*channels))
+    return Blocks(math.lcm(*attention), math.lcm(*mixers), math.lcm(*channels))
 
 
 def _above(name: str) -> Iterator[str]:
@@ -144,18 +149,28 @@ def _above(name: str) -> Iterator[str]:
 def _groups(weight: Dequantized, shape: Sequence[int]) -> set[int]:
     if weight.scheme == "mxfp4":
         return {32}
-    if weight.scheme == "awq":
-        return {8, weight.numbers[1]}
+    if weight.scheme in ("awq", "gptq"):
+        inputs = shape[-1] if weight.scheme == "gptq" else 0  # a linear layer's weight is [outputs, inputs]
+        return {32 // weight.numbers[0], weight.numbers[1] if not inputs else inputs // weight.numbers[1]}
     sizes = shape[len(shape) - len(weight.numbers) :]
-    return {per for per, size in zip(weight.numbers, sizes, strict=True) if per < size} if weight.scheme == "fp8" else {1}
+    return (
+        {per for per, size in zip(weight.numbers, sizes, strict=True) if per < size} if weight.scheme == "fp8" else {1}
+    )
 
 
 def _growth(program: Program, made: Program) -> float:
     """The share by which weights grow: bytes of the checkpoint, or elements where there is none."""
     if program.source.path is None:
-        before, after = (sum(prod(s.shape) for s in p.parameters.values()) for p in (program, made))
+        before, after = (sum(math.prod(s.shape) for s in p.parameters.values()) for p in (program, made))
         return after / before - 1
     return growth(Checkpoint.open(program.source.path), made.source.padded)
+
+
+def _whole(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[Expression, str]:
+    """The names of what quantized tensors stand for."""
+    quantized = quantized_weights(checkpoint, config)
+    tensors = {} if quantized is None else quantized.tensors
+    return {tensor: name for name, tensor in tensors.items() if tensor != Tensor(name)}
 
 
 class _Padding:
@@ -179,14 +194,16 @@ class _Padding:
                 refused = refused or error
         raise RewriterError(f"fit_ranks: {refused}") from refused
 
-    def stored(self, made: Program) -> dict[str, Expression]:
+    def stored(self, made: Program) -> PaddedTensors | None:
         """See `rewriter.ir.resizing.Stored`. Raises RewriterError for what cannot be padded, by its name."""
         moved: Places = {}
         for path, units in self._units(made):
             for name, dims in units.items():
                 moved.setdefault(made.ties.get(full := f"{path}.{name}", full), {}).update(dims)
-        changes: dict[str, Expression] = {}
-        shapes = self._shapes()
+        place, padded = self.program.source.path, None
+        if place is not None:
+            checkpoint = Checkpoint.open(place)
+            padded = PaddedTensors(checkpoint, _whole(checkpoint, self.program.source.config))
         for name, spec in made.parameters.items():
             before = self.program.parameters.get(name)
             if before is None:
@@ -195,22 +212,15 @@ class _Padding:
             shape = tuple(len(dims[d]) if d in dims else size for d, size in enumerate(before.shape))
             try:
                 if shape != spec.shape and not dims and shape[1:] == spec.shape[1:] and _is_vocabulary(made, name):
-                    rows = shape[0], spec.shape[0]
-                    changes = joined(changes, _rows(before.expression, rows, _is_head(made, name)))
+                    _add_rows(padded, before.expression, spec.shape[0] - shape[0], _is_head(made, name))
                 elif shape != spec.shape:
-                    raise RewriterError(f"it has shape {list(spec.shape)} then, and {list(shape)} is known")
-                elif before.expression is not None:
-                    for dim, index in dims.items():
-                        changes = joined(changes, padded_tensors(before.expression, dim, index, shapes))
-            except Misaligned as error:
-                raise RewriterError(f"fit_ranks: {name}: {error}. Add --dequantize") from error
+                    reasons = (reason for reason, paths in self.left.items() for p in paths if name.startswith(f"{p}."))
+                    raise RewriterError(next(reasons, f"its shape would be {list(spec.shape)}, for a reason not known"))
+                elif before.expression is not None and padded is not None:
+                    padded.pad(before.expression, dims)
             except RewriterError as error:
                 raise RewriterError(f"fit_ranks: {name}: {error}") from error
-        return changes
-
-    def _shapes(self) -> Shapes:
-        path = self.program.source.path
-        return {} if path is None else Checkpoint.open(path).shapes
+        return padded
 
     def _units(self, made: Program) -> Iterator[tuple[str, dict[str, dict[int, Index]]]]:
         """Every module of a layer that has heads or channels, with the places of its parameters' elements."""
@@ -219,9 +229,14 @@ class _Padding:
             before = called_module(node, self.program.modules)
             path = str(node.target)
             after = made.modules.get(path)
-            if marks(node).layer is None or not isinstance(before, Body) or not isinstance(after, Body):
+            if marks(node).layer is None or not isinstance(before, Body):
                 continue
-            if not (before.modules or before.reads_context or any(n.target is ops.experts for _, n in nodes_inside(before))):
+            if not isinstance(after, Body):
+                reason = f", since {after.reason}" if isinstance(after, Opaque) else ""
+                raise RewriterError(f"fit_ranks: {path} computes otherwise with these sizes{reason}")
+            if not (
+                before.modules or before.reads_context or any(n.target is ops.experts for _, n in nodes_inside(before))
+            ):
                 continue  # norms and other small modules
             key = id(before), id(after)
             if key not in known:
@@ -299,13 +314,10 @@ def _is_head(program: Program, name: str) -> bool:
     return name in (program.ties.get(weight, weight), f"{node.target}.bias")
 
 
-def _rows(expression: Expression | None, rows: tuple[int, int], head: bool) -> dict[str, Expression]:
-    """By tensor, what is stored for more tokens, which nobody writes and which are never the likeliest."""
-    if expression is None:
-        return {}
+def _add_rows(padded: PaddedTensors | None, expression: Expression | None, count: int, head: bool) -> None:
+    """Let there be more tokens, which nobody writes and which are never the likeliest."""
+    if padded is None or expression is None:
+        return
     if not isinstance(expression, Tensor):
-        raise RewriterError(f"the vocabulary is stored as {expression}, which cannot be padded. Add --dequantize")
-    before, after = rows
-    if head:
-        return {expression.name: Concat((expression, Mean(expression, after - before)), 0)}
-    return {expression.name: Take(expression, 0, (*range(before), *[-1] * (after - before)))}
+        raise RewriterError(f"the vocabulary is stored as {expression}, which cannot be padded")
+    padded.add_rows(expression.name, count, head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 
 from rewriter.common.errors import RewriterError
@@ -52,7 +53,7 @@ class Candidates:
     def one(self, recipe: Recipe, tp: int) -> Candidate:
         """One recipe. Raises RewriterError where it cannot be applied."""
         sp, rest = self._ranks(recipe, tp)
-        supposed, rules = without_measurements(recipe, self._standard(rest))
+        supposed, rules = without_measurements(recipe, partial(self._standard, rest))
         program, left_out = apply_recipe(self.original, supposed, rest, sp=sp, known=self.known)
         notes = [f"{rule['rule']}: {rule['reason']}" for rule in (*rules, *unfired(program))]
         notes += [f"{name}: {reason}" for name, reason in left_out]

@@ -56,7 +56,7 @@ class ExactChoices:
         ranks = self.predictor.workload.tp
         plain = self._choice(f"TP {ranks}" if ranks > 1 else "1 GPU", ranks)
         available = self.available
-        over_all = [] if plain is None else [plain, *(self._with(name) for name in self._applicable())]
+        over_all = [self._nearest()] if plain is None else [plain, *(self._with(name) for name in self._applicable())]
         if plain is not None and len(available) > 1:
             over_all.append(self._choice(f"TP {ranks}, all of these", ranks, names=available))
         drafted = [] if self.draft is None or plain is None else [self._drafted(plain, available)]
@@ -65,6 +65,12 @@ class ExactChoices:
         if not choices:
             raise RewriterError(f"{self.predictor.fabric.name}: it cannot run the standard model on {ranks} ranks")
         return choices
+
+    def _nearest(self) -> ExactChoice | None:
+        """The most of the GPUs that heads divide by, where they do not divide by all."""
+        ranks = self.predictor.workload.tp
+        fewer = (self._choice(f"TP {degree} on {degree} of {ranks} GPUs", degree) for degree in range(ranks - 1, 1, -1))
+        return next((one for one in fewer if one is not None), None)
 
     # --- options ---
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rewriter.ir import Program
 from rewriter.ir.marks import STANDARD
 from rewriter.ir.residual import residual_blocks
@@ -42,15 +44,18 @@ def standard_layers(program: Program) -> list[Rule]:
     return rules
 
 
-def without_measurements(recipe: Recipe, standard: Program) -> tuple[Recipe, list[Rule]]:
+def without_measurements(recipe: Recipe, standard: Callable[[], Program]) -> tuple[Recipe, list[Rule]]:
     """`recipe` where other options stand for the measurements that its passes request, and what stands for them.
 
-    What is inspected (how many reductions, which bytes) does not depend on what a measurement would choose.
+    `standard` gives the model under tensor parallelism alone, and is called where a pass asks for one. What is
+    inspected (how many reductions, which bytes) does not depend on what a measurement would choose.
     """
     rules: list[Rule] = []
     for index, rewrite in enumerate(recipe.build()):
-        if rewrite.request is not None and standard.mesh:
-            options, reason = rewrite.supposed(standard)
+        if rewrite.planning:
+            recipe = recipe.with_options(index, rewrite.planning)
+        if rewrite.request is not None and (program := standard()).mesh:
+            options, reason = rewrite.supposed(program)
             recipe = recipe.with_options(index, options)
             rules.append({"rule": rewrite.name, "reason": reason})
     return recipe, rules

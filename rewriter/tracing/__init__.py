@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, cache_utils
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.text_settings import vocabulary_size, with_text_settings
 from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of, wiring_tensors
@@ -31,7 +31,7 @@ from rewriter.tracing.key_blocks import masks_of_chosen, modules_of_blocks
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.mixer_functions import lifted_mixers
-from rewriter.tracing.model_errors import first_line, refused
+from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.score_biases import dynamic_masks, relative_logits
 from rewriter.tracing.shrink import text_config
@@ -40,8 +40,8 @@ from rewriter.tracing.wiring import layer_signature
 from rewriter.tracing.written_experts import written_experts
 from rewriter.tracing.written_mixers import written_mixers
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Expression, Tensor, substituted
-from rewriter.weights.padding import PaddedCheckpoint
+from rewriter.weights.expressions import Expression, Tensor, is_dequantized, substituted
+from rewriter.weights.padding import PaddedCheckpoint, PaddedTensors
 from rewriter.weights.quantized_tensors import quantized_weights
 
 # of a hub id; Python files are copied, never run without leave
@@ -133,21 +133,36 @@ def _resized(program: Program, sizes: Sizes, stored: Stored) -> Program:
         config = _config_of(source, sizes)
         skeleton = build_skeleton(config, source.remote_code)
     except Exception as error:  # a class's own code raises what it likes
-        raise CannotBuild(f"{source.architecture} cannot be built with {sizes}: {first_line(error)}") from error
+        said = shortened(" ".join(str(error).split()), 300)
+        raise CannotBuild(f"{source.architecture} cannot be built with {sizes}: {said}") from error
     traced = _traced(skeleton)
-    said = {"settings": dict(sizes.settings), "on_load": dict(sizes.on_load), "vocabulary": vocabulary_size(source.config)}
-    padded = stored(_bound(skeleton, traced, remote_code=source.remote_code))
-    if source.path is None:
-        made = _bound(skeleton, traced, remote_code=source.remote_code)
-        return made.with_(source=replace(made.source, **said))
-    checkpoint = PaddedCheckpoint(Checkpoint.open(source.path), padded)
-    quantized = quantized_weights(checkpoint, config.to_dict())
-    tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
+    plain = _bound(skeleton, traced, remote_code=source.remote_code)
+    padded = stored(plain)
+    made = plain if padded is None else _with_padded(skeleton, traced, source, padded)
+    changed = replace(
+        made.source,
+        settings=dict(sizes.settings),
+        on_load=dict(sizes.on_load),
+        vocabulary=vocabulary_size(source.config),
+    )
+    return made.with_(source=changed)
+
+
+def _with_padded(skeleton: Skeleton, traced: _Traced, source: Source, padded: PaddedTensors) -> Program:
+    """The Program of a traced model of other sizes than its checkpoint's."""
+    changes = padded.changes
+    checkpoint = PaddedCheckpoint(padded.checkpoint, changes)
+    quantized = quantized_weights(checkpoint, skeleton.config.to_dict())
+    tensors = dict(quantized.tensors) if quantized else {name: Tensor(name) for name in checkpoint.tensors}
+    tensors |= {name: change for name, change in changes.items() if is_dequantized(change)}
     expressions, ties, unused = checkpoint_expressions(skeleton.model, checkpoint, tensors)
-    inside: dict[Expression, Expression] = {Tensor(name): change for name, change in padded.items()}
+    inside: dict[Expression, Expression] = {
+        Tensor(name): change for name, change in changes.items() if not is_dequantized(change)
+    }
     expressions = {name: substituted(expression, inside) for name, expression in expressions.items()}
     made = _bound(skeleton, traced, source.path, expressions, ties, source.remote_code)
-    return made.with_(source=replace(made.source, unused=unused, padded=padded, **said))
+    places = {name: dict(dims) for name, dims in padded.places.items()}
+    return made.with_(source=replace(made.source, unused=unused, padded=changes, places=places))
 
 
 def resized_config(program: Program) -> PreTrainedConfig:

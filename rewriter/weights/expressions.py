@@ -349,7 +349,7 @@ class Dequantized(_Node):
         """The shape of the tensor that is stood for. Raises RewriterError where the parts do not fit each other."""
         if self.scheme == "bnb4":
             return self.numbers
-        codes, *others = self._layouts(len(inputs[0]))
+        codes, *others = self.layouts(len(inputs[0]))
         whole = tuple(size * per for size, (dim, per) in zip(inputs[0], codes, strict=True) if dim is not None)
         for part, layout, sizes in zip(self.parts[1:], others, inputs[1:], strict=True):
             expected = tuple(per if dim is None else -(-whole[dim] // per) for dim, per in layout)
@@ -360,7 +360,7 @@ class Dequantized(_Node):
                 )
         return whole
 
-    def _layouts(self, rank: int) -> tuple[Layout, ...]:
+    def layouts(self, rank: int) -> tuple[Layout, ...]:
         """The layout of every part; `rank` is the number of dimensions of the first."""
         each: Layout = tuple((dim, 1) for dim in range(rank))
         if self.scheme == "fp8":
@@ -387,7 +387,7 @@ class Dequantized(_Node):
     def _narrow(self, dim: int, start: int, stop: int, shapes: Shapes) -> Expression:
         """The same range of codes and scales; where it does not end between two scales, a range of what those give."""
         size = self.shape(shapes)[dim]
-        layouts = self._layouts(len(self.parts[0].shape(shapes)))
+        layouts = self.layouts(len(self.parts[0].shape(shapes)))
         if not any(along == dim for layout in layouts for along, _ in layout):
             return Slice(self, dim, ((start, stop),))
         # one scale for the whole dimension is every range's scale

@@ -12,7 +12,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import without_quantization
 from rewriter.ir import Program
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Expression, Shapes, Tensor, substituted
+from rewriter.weights.expressions import Expression, Shapes, Tensor, is_dequantized, substituted
+from rewriter.weights.padding import PaddedCheckpoint
 from rewriter.weights.quantized_tensors import QuantizedWeights, quantized_weights
 
 DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -86,11 +87,16 @@ def kept_tensors(
                 f"the weights in {checkpoint.directory} are {quantized.kind}: {refuse}. Add --dequantize"
             )
         stored = unused if quantized is None else {n for name in unused for n in quantized.tensors[name].tensors()}
+        if (name := next((name for name, change in padded.items() if is_dequantized(change)), None)) is not None:
+            assert quantized is not None
+            raise RewriterError(f"{name}: padding would cut through groups of {quantized.kind}. Add --dequantize")
         kept = {n: padded.get(n, Tensor(n)) for n in checkpoint.tensors if n not in stored}
         names: dict[Expression, Expression] = {tensor: Tensor(name) for name, tensor in padded.items()}
         return KeptTensors(checkpoint, _renamed(program, names) if names else program, kept)
-    inside: dict[Expression, Expression] = {Tensor(name): tensor for name, tensor in padded.items()}
-    whole = {name: substituted(tensor, inside) for name, tensor in quantized.tensors.items()}
+    cut = {name: change for name, change in padded.items() if is_dequantized(change)}
+    inside: dict[Expression, Expression] = {Tensor(n): change for n, change in padded.items() if n not in cut}
+    stands = quantized_weights(PaddedCheckpoint(checkpoint, padded), program.source.config) or quantized
+    whole = {name: cut.get(name) or substituted(tensor, inside) for name, tensor in stands.tensors.items()}
     names = {tensor: Tensor(name) for name, tensor in whole.items()}
     kept = {name: tensor for name, tensor in whole.items() if name not in unused}
     return KeptTensors(checkpoint, _renamed(program, names), kept, quantized)

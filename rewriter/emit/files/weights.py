@@ -19,6 +19,7 @@ from rewriter.weights.expressions import (
     Concat,
     Dequantized,
     Expression,
+    Mean,
     Reference,
     Shapes,
     Slice,
@@ -102,7 +103,7 @@ def _adapted(
     match expression:
         case Tensor(name):
             return _original(changed[name], Tensor(name), shapes) if name in changed else expression
-        case Dequantized():  # quantized weights are not changed
+        case Dequantized() | Mean():  # quantized weights are not changed, nor is padding of a vocabulary
             return expression
         case Concat(parts) | Stack(parts):
             return replace(expression, parts=tuple(_adapted(part, changed, stored, shapes) for part in parts))

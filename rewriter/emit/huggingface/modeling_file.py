@@ -334,7 +334,9 @@ def _model_classes(source: Source, names: ModelNames, bound: bool, phased: bool,
         config += "\n    rewriter_phase: dict[str, int] | None = None  # how many tokens at a prompt's ends stay exact"
     if source.on_load:
         config += "\n\n    def validate(self):\n"
-        config += '        """Nothing: SourceConfig wants heads that divide the width, and they have a size of their own."""'
+        config += (
+            '        """Nothing: SourceConfig wants heads that divide the width, and they have a size of their own."""'
+        )
         config = config.replace("SourceConfig", source.config_class)
     base = source_of(model.OwnModel, own | {"SourceModel": source.base_class, "OwnModel": names.base})
     causal = source_of(model.OwnModel, own | {"SourceModel": source.architecture, "OwnModel": names.architecture})

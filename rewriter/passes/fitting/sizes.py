@@ -101,7 +101,9 @@ def _channels(size: int, ranks: Sequence[int], block: int) -> int:
         return size
     least = _up(size, step * lcm(block, gcd(size, _ALIGNED)))
     tiles = (_ROUND >> shift for shift in range(_ROUND.bit_length()))
-    return next((made for tile in tiles if (made := _up(size, step * lcm(block, tile))) <= least + least // _LITTLE), least)
+    return next(
+        (made for tile in tiles if (made := _up(size, step * lcm(block, tile))) <= least + least // _LITTLE), least
+    )
 
 
 def grouped_heads(
@@ -132,7 +134,9 @@ def grouped_heads(
             if size >= served:
                 break
     if best is None:
-        raise RewriterError(f"no number of heads near {heads} in {groups} groups divides by {', '.join(map(str, ranks))}")
+        raise RewriterError(
+            f"no number of heads near {heads} in {groups} groups divides by {', '.join(map(str, ranks))}"
+        )
     return best[2], best[1]
 
 
@@ -193,7 +197,10 @@ def _paired(table: Mapping[str, Any], heads: Sequence[str], groups: Sequence[str
         if name == "num_heads" and any(isinstance(table.get(m[2]), int) for m in MIXERS if m[0] == name):
             continue  # of a recurrent mixer
         own = [group for group in groups if group.startswith("swa_") == name.startswith("swa_")]
-        yield name, next((group for group in own if _is_size(table.get(group)) or isinstance(table.get(group), list)), None)
+        yield (
+            name,
+            next((group for group in own if _is_size(table.get(group)) or isinstance(table.get(group), list)), None),
+        )
 
 
 def _head_size(table: Mapping[str, Any], heads: str) -> int:

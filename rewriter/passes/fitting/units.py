@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
-import torch
 from torch import fx
 
-from rewriter.ir import Body, Leaf, Module, args_of, called_module, ops, placeholders
+from rewriter.ir import Body, Leaf, args_of, called_module, ops, placeholders
 from rewriter.ir.labels import Unsplittable, is_tensor, reduced_shape, value_of, varying_dims
 from rewriter.ir.op_semantics import dims_of, function_of, kind_of
 from rewriter.passes.placement.placement import labelled
@@ -83,10 +83,10 @@ def _read(state: PlacementState, prefix: str, found: BodyUnits) -> None:
         elif (product := product_of(node)) is not None:
             name = prefix + str(product.weight.target)
             for value, dim in ((node, product.exit), (product.source, product.entry)):
-                if (profile := _last(state, value)) is not None:
-                    found.add(name, dim, profile)
+                if (along := _last(state, value)) is not None:
+                    found.add(name, dim, along)
                     if value is node and product.bias is not None and product.bias.op == "get_attr":
-                        found.add(prefix + str(product.bias.target), 0, profile)
+                        found.add(prefix + str(product.bias.target), 0, along)
         elif node.op == "call_function" and kind_of(node) in _OVER_ALL and function_of(node) not in ("sum", "norm"):
             _note_rows(state, node, found)
 
@@ -111,13 +111,12 @@ def _last(state: PlacementState, node: fx.Node) -> Profile | None:
 def _read_call(state: PlacementState, node: fx.Node, prefix: str, found: BodyUnits) -> None:
     path, module, source = str(node.target), called_module(node, state.modules), args_of(node)[0]
     if is_projection(module):
-        out, into = outputs_layout(module)[1], inputs_layout(module)
-        if (profile := _last(state, node)) is not None:
-            found.add(f"{prefix}{path}.weight", out, profile)
+        if (made := _last(state, node)) is not None:
+            found.add(f"{prefix}{path}.weight", outputs_layout(module)[1], made)
             if "bias" in module.parameters:
-                found.add(f"{prefix}{path}.bias", 0, profile)
-        if (profile := _last(state, source)) is not None:
-            found.add(f"{prefix}{path}.weight", into, profile)
+                found.add(f"{prefix}{path}.bias", 0, made)
+        if (read := _last(state, source)) is not None:
+            found.add(f"{prefix}{path}.weight", inputs_layout(module), read)
     elif isinstance(module, Body) and reads_values(module) and source in state.labels.of:
         _read(_inside(state, node, module), f"{prefix}{path}.", found)
     elif isinstance(module, Leaf) and (profile := _last(state, source)) is not None:
@@ -145,15 +144,9 @@ def _note_rows(state: PlacementState, node: fx.Node, found: BodyUnits) -> None:
         dims = [dim % labels.dim() for dim in dims_of(node)] or list(range(labels.dim()))
     if not set(dims) & set(varying_dims(labels)):
         return
-    rows = labels.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).reshape(-1, _size(labels, dims))
+    size = prod(labels.shape[dim] for dim in dims)
+    rows = labels.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, size)
     found.over.append((name_of(node), frozenset(tuple(sorted(row)) for row in rows.tolist())))
-
-
-def _size(labels: torch.Tensor, dims: list[int]) -> int:
-    size = 1
-    for dim in dims:
-        size *= labels.shape[dim]
-    return size
 
 
 def _read_experts(state: PlacementState, node: fx.Node, prefix: str, found: BodyUnits) -> None:
@@ -167,7 +160,7 @@ def _read_experts(state: PlacementState, node: fx.Node, prefix: str, found: Body
         "concatenated": (*channels, *channels),
         "interleaved": tuple(channel for channel in channels for _ in range(2)),
         "ungated": channels,
-    }[layout]
+    }[str(layout)]
     found.add(prefix + str(up.target), 2 if transposed else 1, entering)
     found.add(prefix + str(down.target), 1 if transposed else 2, channels)
     if up_bias is not None:
@@ -238,9 +231,6 @@ def require_alike(old: BodyUnits, new: BodyUnits, source: Mapping[int, int]) -> 
     for (name, before), (_, after) in zip(old.over, new.over, strict=True):
         mapped = {tuple(sorted(source[unit] for unit in row)) for row in after}
         if any(set(row) != {-1} and row not in before for row in mapped):
-            raise Unsplittable(f"{name} computes over all heads or channels at once, and padding would count among them")
-
-
-def has_units(module: Module | None) -> bool:
-    """True for a body that may have heads or channels: norms and other small modules have none."""
-    return isinstance(module, Body) and bool(module.modules or module.reads_context or module.parameters)
+            raise Unsplittable(
+                f"{name} computes over all heads or channels at once, and padding would count among them"
+            )

@@ -169,7 +169,9 @@ def _label_attention(state: PlacementState) -> None:
         if isinstance(by_distance := node.kwargs.get("by_distance"), fx.Node):
             _set_heads(state, by_distance, by_head)
         # one key/value head per query head is the same unit: fused projections interleave them
-        first_kv = first if kv_heads == groups and not state.units.by_head else state.units.key_value_heads(groups, kv_heads)
+        first_kv = (
+            first if kv_heads == groups and not state.units.by_head else state.units.key_value_heads(groups, kv_heads)
+        )
         if first_kv is not None:
             by_kv_head = torch.arange(first_kv, first_kv + kv_heads)
             for operand in (k, v):
