@@ -67,7 +67,7 @@ class Case:
         return f"{self.family}-{self.recipe}-tp{self.tp}-{'eager' if self.eager else 'compiled'}{extra and '-' + extra}"
 
 
-REAL = {"smollm2": "REWRITER_SMOLLM2"}  # real models by the variable that names their directory
+REAL = {"smollm2": "REWRITER_SMOLLM2", "gemma3": "REWRITER_GEMMA3"}  # real models by the variable of their directory
 QUESTIONS = (
     "What is the capital of France?",
     "Write a short story about a lighthouse keeper who finds a letter in a bottle, and what the letter says.",
