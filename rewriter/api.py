@@ -387,9 +387,8 @@ def load(
     options |= {} if dtype is None else {"dtype": dtype}
     config = load_config(root, modeling is not None)
     auto = auto_class(config)
-    model: torch.nn.Module = auto.from_pretrained(
-        root, config=config, trust_remote_code=modeling is not None, **options
-    )
+    options |= {"config": config, "trust_remote_code": modeling is not None}
+    model: torch.nn.Module = auto.from_pretrained(root, **options)
     model = model if device is None else model.to(device)
     if compile:
         model.compile()

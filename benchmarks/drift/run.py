@@ -51,7 +51,7 @@ RANKS = (2, 4, 8)
 TOKEN_SHARDING = ("attention2d", "long-context", "ring-attention", "ulysses")
 # Recipes of the prompt are measured on what comes after it: benchmarks/prefill.
 PROMPT = tuple(name for name in library() if agreed_phase(Recipe.load(name).build()) is not None)
-LEFT_OUT = ("ladder-last-20", "upper-bound", *TOKEN_SHARDING, *PROMPT)
+LEFT_OUT = ("ladder-last-20", "upper-bound", "fit-tp", *TOKEN_SHARDING, *PROMPT)
 
 
 @dataclass(frozen=True)

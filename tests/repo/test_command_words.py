@@ -31,7 +31,7 @@ SCRIPTS = [
 OTHERS = {
     "--nproc-per-node", "--shm-size", "--net", "--no-deps", "--port", "--tensor-parallel-size", "--model",
     "--model-impl", "--enable-dbo", "--pp-size", "--enable-torch-compile", "--cuda-graph-backend-decode",
-    "--disable-custom-all-reduce", "--anneal", "--refit",
+    "--disable-custom-all-reduce", "--anneal", "--refit", "--hf-overrides", "--json-model-override-args",
 }.union(*(re.findall(r"\"(--[a-z][a-z0-9-]*)", file.read_text("utf-8")) for file in SCRIPTS))  # fmt: skip
 
 
