@@ -11,6 +11,7 @@ in replicas that share the batch. A decode step counts at 1,024 + 512 tokens, a 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -75,6 +76,18 @@ CLUSTERS = (
     Cluster("TCP, 100 Gb/s: 2 nodes of 4 L40S", "two-nodes-100g", 8),
     Cluster("InfiniBand: 2 nodes of 8 H100", "h100-2x8-ib", 16),
 )
+
+
+# Numbers of GPUs that a model's heads do not divide by.
+UNEVEN = (
+    ("Llama 3.1 8B", Cluster("PCIe: 3 RTX 3090, no peer access", "rtx-3090-no-p2p", 3)),
+    ("Qwen3.6 27B, float8", Cluster("PCIe: 3 RTX 3090, no peer access", "rtx-3090-no-p2p", 3)),
+    ("Qwen3.6 27B, float8", Cluster("PCIe 4.0: 5 L40S", "pcie-gen4", 5)),
+    ("Llama 3.1 70B", Cluster("PCIe 5.0: 6 RTX PRO 6000", "pcie-gen5", 6)),
+    ("Llama 3.1 70B", Cluster("NVLink: 6 H200", "h200-nvlink", 6)),
+    ("Llama 3.1 70B", Cluster("NVLink: 7 H200", "h200-nvlink", 7)),
+)
+FIT = "fit-tp"
 
 
 @dataclass(frozen=True)
@@ -199,6 +212,49 @@ def of_model(title: str) -> list[Found]:
     return found
 
 
+@dataclass(frozen=True)
+class Uneven:
+    """Padded sizes of one model on one cluster: by how much the weights grow, and the cells."""
+
+    model: str
+    cluster: str
+    growth: float
+    cells: tuple[Cell, ...]
+
+    def row(self) -> list[str]:
+        cells = (part for cell in self.cells for part in _gains(cell, (FIT,)))
+        return [self.model, self.cluster, f"{self.growth:+.1%}", *cells]
+
+
+def of_uneven(title: str, cluster: Cluster) -> Uneven:
+    """What padded sizes gain on all of a number of GPUs that heads do not divide by."""
+    chooser = Chooser(MODELS[title])
+    decoding = [chooser.decoding(cluster, batch, (FIT,)) for batch in BATCHES[:2]]
+    prefill = chooser.prefills(cluster, (FIT,))[FIRST_TOKEN_PROMPTS[1]]
+    program = chooser.program(FIT, cluster.gpus)
+    assert program is not None
+    before, after = (
+        sum(math.prod(spec.shape) for spec in one.parameters.values())
+        for one in (chooser.candidates.original, program.origin or program)
+    )
+    return Uneven(title, cluster.title, after / before - 1, (*decoding, prefill))
+
+
+def uneven_section(rows: Sequence[Uneven]) -> str:
+    """The section on numbers of GPUs that heads do not divide by."""
+    asked = [f"decode, batch {batch}" for batch in BATCHES[:2]] + [f"prompt of {FIRST_TOKEN_PROMPTS[1] // 1024}k"]
+    header = ["model", "GPUs", "weights", *(name for what in asked for name in (f"{what}: best as it is", f"`{FIT}`"))]
+    return "\n\n".join(
+        [
+            "## Three, five, six or seven GPUs",
+            f"`{FIT}` pads sizes until all of the GPUs share every layer; it is exact ([Any number of "
+            "GPUs](../howto/any-number-of-gpus.md)). Beside it is the best that vLLM does with the model as it is: fewer "
+            "of the GPUs, replicas, stages.",
+            table(header, [one.row() for one in rows]),
+        ]
+    )
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
 
@@ -213,7 +269,7 @@ def _signed(gain: float | None) -> str:
     return "—" if gain is None else f"{round(100 * gain):+d} %"
 
 
-def page(found: Sequence[Found]) -> str:
+def page(found: Sequence[Found], uneven: Sequence[Uneven]) -> str:
     """docs/results/when.md."""
     trained = [recipe for recipe in DECODING[:-1] if recipe not in FROM_SCRATCH]
     asked = [f"decode, batch {batch}" for batch in BATCHES] + [f"prompt of {p // 1024}k" for p in FIRST_TOKEN_PROMPTS]
@@ -244,6 +300,7 @@ def page(found: Sequence[Found]) -> str:
         f"{largest:.0f}M, bound to {ranks} ranks at most ([Healing](adaptation.md)). [Drift](drift.md) says what each "
         "costs in loss before.",
         table(["model", "GPUs", *asked], answers),
+        uneven_section(uneven),
         "## Decode steps",
         "`ladder`, `parallel` and `desync-4x` are meant for models that are trained with them from scratch. "
         "`upper-bound` leaves communication out and computes something else: as much as hiding all of it gains at its "
@@ -295,10 +352,11 @@ def main() -> None:
     titles = [title for title in MODELS if options.only in title]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         found = [one for some in pool.map(of_model, titles) for one in some]
+        uneven = list(pool.map(of_uneven, *zip(*(one for one in UNEVEN if one[0] in titles), strict=True)))
     if options.only:
-        print(page(found))
+        print(page(found, uneven))
         return
-    PAGE.write_text(page(found), encoding="utf-8")
+    PAGE.write_text(page(found, uneven), encoding="utf-8")
     README.write_text(readme(found, README.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -73,3 +73,12 @@ def test_a_recipe_that_gains_little_is_no_answer(gains: dict[str, float]) -> Non
     better = when.Cell(cell.exact, {"ladder": when.Choice("TP 4", 0.8)})
     assert better.answer(["ladder"]) == "`ladder` +25 %"
     assert when.Cell(None, {}).answer(["ladder"]) == "does not fit"
+
+
+def test_padded_sizes_gain_what_the_page_says() -> None:
+    title, cluster = when.UNEVEN[0]
+    cell = when.Chooser(when.MODELS[title]).decoding(cluster, 1, (when.FIT,))
+    assert cell.exact is not None
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {title} | {cluster.title} | +"))
+    gain = f"{round(100 * cell.gain(when.FIT)):+d} %"
+    assert f"| {cell.exact.words}: {duration(cell.exact.seconds)} | {gain} |" in line
