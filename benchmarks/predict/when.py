@@ -248,8 +248,8 @@ def uneven_section(rows: Sequence[Uneven]) -> str:
         [
             "## Three, five, six or seven GPUs",
             f"`{FIT}` pads sizes until all of the GPUs share every layer; it is exact ([Any number of "
-            "GPUs](../howto/any-number-of-gpus.md)). Beside it is the best that vLLM does with the model as it is: fewer "
-            "of the GPUs, replicas, stages.",
+            "GPUs](../howto/any-number-of-gpus.md)). Beside it is the best that vLLM does with the model as it is: "
+            "fewer of the GPUs, replicas, stages.",
             table(header, [one.row() for one in rows]),
         ]
     )

@@ -41,8 +41,9 @@ from rewriter.passes.sequence.sequence_plans import MARGIN, PlanCost, attention_
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, load_recipe
 from rewriter.recipes.unfired import standard_layers, unfired, without_measurements
-from rewriter.tracing import trace_skeleton
+from rewriter.tracing import trace, trace_skeleton
 from rewriter.tracing.meta_model import build_skeleton, load_config
+from rewriter.weights.checkpoint import has_weights
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ def inspect(
     trust_remote_code = context.trust_remote_code
     config = load_config(model, trust_remote_code)
     skeleton = build_skeleton(config, trust_remote_code)
-    original = trace_skeleton(skeleton, remote_code=trust_remote_code)
+    if loaded is not None and any(p.planning for p in loaded.build()) and has_weights(model):
+        original = trace(model, trust_remote_code=trust_remote_code)  # headers say how weights are stored
+    else:
+        original = trace_skeleton(skeleton, remote_code=trust_remote_code)
     after, rules = _applied(original, loaded, tp, sp)
     rewritten = after is not None
     # plain tensor parallelism, with which a recipe is compared, of the sizes that it gives the model

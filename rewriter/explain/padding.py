@@ -11,6 +11,8 @@ from rewriter.common.text_settings import nested_settings
 from rewriter.ir import Program, args_of, nodes_inside, ops
 from rewriter.passes.placement.rank_memory import memory
 from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.weights import Checkpoint
+from rewriter.weights.padding import growth
 
 
 def tensor_parallel(program: Program, ranks: int) -> Program:
@@ -36,11 +38,12 @@ def padding(original: Program, after: Program, ranks: int) -> dict[str, Any] | N
     ]
     padded = after.origin or after
     weights = [sum(math.prod(p.shape) for p in program.parameters.values()) for program in (original, padded)]
+    grown = weights[1] / weights[0] - 1 if source.path is None else growth(Checkpoint.open(source.path), source.padded)
     return {
         "sizes": sizes,
         "model_type": source.model_type,
         "on_load": dict(source.on_load),
-        "weights": weights[1] / weights[0] - 1,
+        "weights": grown,
         "layouts": list(_layouts(original, padded, ranks)),
     }
 

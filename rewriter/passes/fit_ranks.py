@@ -107,7 +107,7 @@ class FitRanks(Pass):
         return record(
             program, self, summary, notes, source=made.source, graph=made.graph, modules=made.modules,
             parameters=made.parameters, ties=made.ties,
-        ).with_(origin=made.with_(mesh=program.mesh))  # fmt: skip
+        ).with_(origin=made)  # fmt: skip
 
 
 def _share(waste: float | str) -> float:

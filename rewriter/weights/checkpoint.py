@@ -177,6 +177,11 @@ class Checkpoint:
         return evaluate(expression.narrowed(self.shapes), self.read)
 
 
+def has_weights(model: object) -> bool:
+    """True for a local directory that holds safetensors as transformers looks for them."""
+    return isinstance(model, str | os.PathLike) and any((Path(model) / name).exists() for name in (SINGLE, INDEX))
+
+
 def torch_dtype(dtype: str, name: str) -> torch.dtype:
     """The torch dtype of a safetensors dtype. Raises RewriterError, naming the tensor, for packed dtypes."""
     import torch

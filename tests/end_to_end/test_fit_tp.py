@@ -137,7 +137,9 @@ def test_quantized_weights_keep_their_form(kind: str, tmp_path: Path) -> None:
     assert config["quantization_config"]
     padding = read_manifest(tmp_path / "out").padding
     assert padding is not None
-    assert padding.growth == pytest.approx(nbytes(tmp_path / "out") / nbytes(tmp_path / "model") - 1, abs=1e-9)
+    grown = nbytes(tmp_path / "out") / nbytes(tmp_path / "model") - 1
+    assert padding.growth == pytest.approx(grown, abs=1e-9)
+    assert api.inspect(tmp_path / "model", recipe="fit-tp", tp=3).data["padding"]["weights"] == padding.growth
 
 
 def test_groups_that_padding_would_cut_are_written_as_what_they_stand_for(tmp_path: Path) -> None:
