@@ -185,7 +185,7 @@ class AdaptationEntry(_Part):
 
 class PaddedTensors(_Part):
     """Stored tensors that hold padding at the same `ranges` of a dimension: zeros, or, where `zero` is false, the mean
-    of all other rows. In the names, `*` stands for numbers."""
+    of other rows. In the names, `*` stands for numbers."""
 
     tensors: list[str]
     dim: int

@@ -47,7 +47,7 @@ class FitRanks(Pass):
 
     Padding contributes nothing: a padded query head has a zero column in the output projection, a padded channel a zero
     column in the down projection. Where ranks hold parts of a group of query heads, its key/value head is repeated, and
-    each query head stays with a copy of its own. Rows that the vocabulary gets are the mean of all rows of the head, so
+    each query head stays with a copy of its own. Rows that the vocabulary gets are the mean of other rows of the head, so
     that no padded token is ever the likeliest: a mean is no larger than the largest. (Engines pad so by hand: vLLM
     issue 47759; "17408 → 17472".) The result is the same class of model with other sizes in its config, which every
     engine loads.

@@ -20,6 +20,7 @@ from rewriter.weights.expressions import (
     Expression,
     Mean,
     Shapes,
+    Slice,
     Stack,
     Take,
     Tensor,
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 Index = tuple[int, ...]
 """The place along a dimension that each element comes from; -1: it is padding."""
+
+
+_AVERAGED = 1000  # rows of a table that new ones are the mean of: some in its middle, so that few are read
 
 
 class Misaligned(RewriterError):
@@ -92,11 +96,13 @@ class PaddedTensors:
                 raise RewriterError(f"it is made of stored tensors as {expression}, which cannot be padded")
 
     def add_rows(self, name: str, count: int, mean: bool) -> None:
-        """Give a table `count` more rows: the mean of all others, or zeros."""
+        """Give a table `count` more rows: the mean of a thousand others, or zeros."""
         source, rows = Tensor(name), self.checkpoint.info(name).shape[0]
         index = (*range(rows), *[-1] * count)
+        start = max(rows - _AVERAGED, 0) // 2
+        some = Slice(source, 0, ((start, min(start + _AVERAGED, rows)),))
         self._note(name, {0: index})
-        self._change({name: Concat((source, Mean(source, count)), 0) if mean else taken(source, {0: index})})
+        self._change({name: Concat((source, Mean(some, count)), 0) if mean else taken(source, {0: index})})
 
     def _note(self, name: str, dims: Dims) -> None:
         if self.places.setdefault(name, dims) != dims:
