@@ -11,7 +11,6 @@ in replicas that share the batch. A decode step counts at 1,024 + 512 tokens, a 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +22,7 @@ from benchmarks.predict.backtest_points import fabric_of, traced
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import duration
 from rewriter.ir import Program
+from rewriter.passes.fit_ranks import growth_of
 from rewriter.predict.analytic import Predictor
 from rewriter.predict.candidates import Candidates
 from rewriter.predict.exact import ExactChoices, comparable, first_token_of
@@ -233,11 +233,8 @@ def of_uneven(title: str, cluster: Cluster) -> Uneven:
     prefill = chooser.prefills(cluster, (FIT,))[FIRST_TOKEN_PROMPTS[1]]
     program = chooser.program(FIT, cluster.gpus)
     assert program is not None
-    before, after = (
-        sum(math.prod(spec.shape) for spec in one.parameters.values())
-        for one in (chooser.candidates.original, program.origin or program)
-    )
-    return Uneven(title, cluster.title, after / before - 1, (*decoding, prefill))
+    growth = growth_of(chooser.candidates.original, program.origin or program)
+    return Uneven(title, cluster.title, growth, (*decoding, prefill))
 
 
 def uneven_section(rows: Sequence[Uneven]) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.text_settings import nested_settings
 from rewriter.ir import Program, args_of, nodes_inside, ops
+from rewriter.passes.fit_ranks import growth_of
 from rewriter.passes.placement.rank_memory import memory
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.weights import Checkpoint
-from rewriter.weights.padding import growth
 
 
 def tensor_parallel(program: Program, ranks: int) -> Program:
@@ -37,33 +37,24 @@ def padding(original: Program, after: Program, ranks: int) -> dict[str, Any] | N
         if value != table.get(name)
     ]
     padded = after.origin or after
-    weights = [sum(math.prod(p.shape) for p in program.parameters.values()) for program in (original, padded)]
-    grown = weights[1] / weights[0] - 1 if source.path is None else growth(Checkpoint.open(source.path), source.padded)
     return {
         "sizes": sizes,
         "model_type": source.model_type,
         "on_load": dict(source.on_load),
-        "weights": grown,
+        "weights": growth_of(original, padded),
         "layouts": list(_layouts(original, padded, ranks)),
     }
 
 
 def _layouts(original: Program, padded: Program, ranks: int) -> Iterator[dict[str, Any]]:
     yield _layout(f"padded, on {ranks}", original, tensor_parallel(padded, ranks), ranks)
-    for fewer in range(ranks - 1, 1, -1):
-        try:
-            program = tensor_parallel(original, fewer)
-        except RewriterError:
-            continue
-        yield _layout(f"on {fewer}, which divides", original, program, fewer)
-        break
-    for degree in (d for d in range(ranks // 2, 0, -1) if ranks % d == 0):
-        try:
-            program = tensor_parallel(original, degree)
-        except RewriterError:
-            continue
-        yield _layout(f"{ranks // degree} replicas on {degree}", original, program, degree)
-        break
+    replicated = [degree for degree in range(ranks // 2, 0, -1) if ranks % degree == 0]
+    for degrees, name in ((range(ranks - 1, 1, -1), "on {0}, which divides"), (replicated, "{1} replicas on {0}")):
+        for degree in degrees:
+            with suppress(RewriterError):  # heads do not divide
+                program = tensor_parallel(original, degree)
+                yield _layout(name.format(degree, ranks // degree), original, program, degree)
+                break
 
 
 def _layout(name: str, original: Program, program: Program, ranks: int) -> dict[str, Any]:

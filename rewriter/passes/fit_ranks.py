@@ -93,7 +93,7 @@ class FitRanks(Pass):
             return record(program, self, f"{_listed(ranks)} ranks divide every size", fired=False)
         found = _Padding(program)
         made = found.resized(as_written(table, program.source.model_type, settings))
-        added = _growth(program, made)
+        added = growth_of(program, made)
         allow = f"--set fit_ranks.waste={-(-added * 100 // 5) * 5:.0f}%"
         if added > _share(self.waste):
             raise RewriterError(
@@ -158,7 +158,7 @@ def _groups(weight: Dequantized, shape: Sequence[int]) -> set[int]:
     )
 
 
-def _growth(program: Program, made: Program) -> float:
+def growth_of(program: Program, made: Program) -> float:
     """The share by which weights grow: bytes of the checkpoint, or elements where there is none."""
     if program.source.path is None:
         before, after = (sum(math.prod(s.shape) for s in p.parameters.values()) for p in (program, made))
