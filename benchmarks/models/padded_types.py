@@ -64,9 +64,9 @@ def row(model_type: str, tp: int) -> Row:
 
 
 def reason(one: Row) -> str:
-    """The reason why a type is not padded, without the line of code."""
+    """The reason why a type is not padded, without the line of code and the next step."""
     said = one.reasons.get("fitted") or next(iter(one.reasons.values()), "it is not traced")
-    return re.sub(r" \(rewriter/[^ ]*:\d+\)$", "", said)
+    return re.sub(r"( --tp \d+ needs no padding)?( \(rewriter/[^ ]*:\d+\))?$", "", said.removeprefix("fit_ranks: "))
 
 
 def page(rows: Iterable[Row], tp: int) -> str:

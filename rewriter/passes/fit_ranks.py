@@ -47,10 +47,10 @@ class FitRanks(Pass):
 
     Padding contributes nothing: a padded query head has a zero column in the output projection, a padded channel a zero
     column in the down projection. Where ranks hold parts of a group of query heads, its key/value head is repeated, and
-    each query head stays with a copy of its own. Rows that the vocabulary gets are the mean of other rows of the head, so
-    that no padded token is ever the likeliest: a mean is no larger than the largest. (Engines pad so by hand: vLLM
-    issue 47759; "17408 → 17472".) The result is the same class of model with other sizes in its config, which every
-    engine loads.
+    each query head stays with a copy of its own. Rows that the vocabulary gets are the mean of other rows of the head:
+    no larger than the largest, so that no padded token is ever the likeliest. (Users of engines pad widths so by hand:
+    vLLM's issue 47759, 17,408 to 17,472.) The result is the same class of model with other sizes in its config, which
+    every engine loads.
 
     Sizes divide by the ranks of the mesh, and by each number in `also`. `waste` is the most that the weights may grow,
     as a share (0.25) or as "25%". `applied` says that the checkpoint has these sizes already.
@@ -92,7 +92,11 @@ class FitRanks(Pass):
         if not settings:
             return record(program, self, f"{_listed(ranks)} ranks divide every size", fired=False)
         found = _Padding(program)
-        made = found.resized(as_written(table, program.source.model_type, settings))
+        try:
+            made = found.resized(as_written(table, program.source.model_type, settings))
+        except RewriterError as error:
+            fewer = next(n for n in range(max(ranks), 0, -1) if not fitted_sizes(table, (n,)))
+            raise RewriterError(f"fit_ranks: {str(error).rstrip('.')}. --tp {fewer} needs no padding") from error
         added = growth_of(program, made)
         allow = f"--set fit_ranks.waste={-(-added * 100 // 5) * 5:.0f}%"
         if added > _share(self.waste):
@@ -192,7 +196,8 @@ class _Padding:
                 return resized(self.program, sizes, self.stored)
             except CannotBuild as error:
                 refused = refused or error
-        raise RewriterError(f"fit_ranks: {refused}") from refused
+        assert refused is not None
+        raise refused
 
     def stored(self, made: Program) -> PaddedTensors | None:
         """See `rewriter.ir.resizing.Stored`. Raises RewriterError for what cannot be padded, by its name."""
@@ -207,7 +212,7 @@ class _Padding:
         for name, spec in made.parameters.items():
             before = self.program.parameters.get(name)
             if before is None:
-                raise RewriterError(f"fit_ranks: {name} is no parameter of the source")
+                raise RewriterError(f"{name} is no parameter of the source")
             dims = {d: i for d, i in moved.get(name, {}).items() if i != tuple(range(before.shape[d]))}
             shape = tuple(len(dims[d]) if d in dims else size for d, size in enumerate(before.shape))
             try:
@@ -215,11 +220,12 @@ class _Padding:
                     _add_rows(padded, before.expression, spec.shape[0] - shape[0], _is_head(made, name))
                 elif shape != spec.shape:
                     reasons = (reason for reason, paths in self.left.items() for p in paths if name.startswith(f"{p}."))
-                    raise RewriterError(next(reasons, f"its shape would be {list(spec.shape)}, for a reason not known"))
+                    said = f"its shape would be {list(spec.shape)}, and which of it are heads or channels is not known"
+                    raise RewriterError(next(reasons, said))
                 elif before.expression is not None and padded is not None:
                     padded.pad(before.expression, dims)
             except RewriterError as error:
-                raise RewriterError(f"fit_ranks: {name}: {error}") from error
+                raise RewriterError(f"{name}: {error}") from error
         return padded
 
     def _units(self, made: Program) -> Iterator[tuple[str, dict[str, dict[int, Index]]]]:
@@ -233,7 +239,7 @@ class _Padding:
                 continue
             if not isinstance(after, Body):
                 reason = f", since {after.reason}" if isinstance(after, Opaque) else ""
-                raise RewriterError(f"fit_ranks: {path} computes otherwise with these sizes{reason}")
+                raise RewriterError(f"{path} computes otherwise with these sizes{reason}")
             if not (
                 before.modules or before.reads_context or any(n.target is ops.experts for _, n in nodes_inside(before))
             ):
@@ -262,7 +268,7 @@ def _places_of(before: Body, after: Body, path: str) -> dict[str, dict[int, Inde
     try:
         return _index(old, body_units(after))
     except Unsplittable as reason:
-        raise RewriterError(f"fit_ranks: {path} cannot be padded: {reason}") from reason
+        raise RewriterError(f"{path} cannot be padded: {reason}") from reason
 
 
 def _index(old: BodyUnits, new: BodyUnits) -> dict[str, dict[int, Index]]:
