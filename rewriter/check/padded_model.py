@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
 
@@ -26,13 +28,6 @@ def padded_model(program: Program) -> PreTrainedModel:
     return model
 
 
-def compare_padded(
-    verification: Verification, padded: torch.Tensor, original: torch.Tensor, limit: float, prefix: str = ""
-) -> None:
-    """Compare logits of padded sizes, [..., V'], with the source's, [..., V]. Adds to `verification` or raises."""
-    verification.require(f"{prefix}padded sizes = original model", real_tokens(padded, original), original, limit)
-
-
 def real_tokens(padded: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     """Those logits of padded sizes that the source has too.
 
@@ -50,13 +45,17 @@ def model_to_compare(
     program: Program,
     model: PreTrainedModel,
     verification: Verification,
-    ids: torch.Tensor,
+    batches: Sequence[torch.Tensor],
     limit: float,
     prefix: str = "",
 ) -> PreTrainedModel:
-    """`model`, the source, or, where a pass padded its sizes, that of those sizes, once it gives the same logits."""
+    """`model`, the source, or, where a pass padded its sizes, that of those sizes, once it gives the same logits for
+    all `batches` of ids. Adds to `verification` or raises."""
     if not program.source.padded:
         return model
     padded = padded_model(program)
-    compare_padded(verification, original_logits(padded, ids), original_logits(model, ids), limit, prefix)
+    for ids in batches:
+        expected = original_logits(model, ids)
+        actual = real_tokens(original_logits(padded, ids), expected)
+        verification.require(f"{prefix}padded sizes = original model", actual, expected, limit)
     return padded

@@ -84,14 +84,10 @@ def check_shrunken(
         for ids in batches:
             wanted = original_logits(model, ids)
             result.require("trace = original model", simulate(traced, ids, host=model), wanted, limit)
-        source = model
-        for ids in batches:
-            model = model_to_compare(program, source, result, ids, limit)
-        for ids in batches:
-            wanted = original_logits(model, ids)
-            if reference.reordered:
-                name = "heads and channels reordered = original model"
-                result.require(name, original_logits(reference.ordered(model), ids), wanted, limit)
+        model = model_to_compare(program, model, result, batches, limit)
+        for ids in batches if reference.reordered else ():
+            name = "heads and channels reordered = original model"
+            result.require(name, original_logits(reference.ordered(model), ids), original_logits(model, ids), limit)
         # On several ranks partial sums are added in another order.
         limit = limit if bound_ranks(program) is None else RANKS
         expected = [simulate(single, ids, host=model) for ids in batches]
