@@ -138,11 +138,10 @@ class RealWeights:
         reference = reference_of(self.program, asked_passes(self.program))
         self.progress("comparing the real weights")
         model, _ = plain_model(str(source.path), source.remote_code)
-        ids = random_ids(model.config, test_lengths(model.config)[-1], rows=1)
-        model = model_to_compare(self.program, model, verification, [ids], REAL_WEIGHTS, "real weights: ")
+        batches = [random_ids(model.config, length, rows=1) for length in test_lengths(model.config)]
+        model = model_to_compare(self.program, model, verification, batches[-1:], REAL_WEIGHTS, "real weights: ")
         name = f"real weights: rewritten = {reference.name}"
-        for length in test_lengths(model.config):
-            ids = random_ids(model.config, length, rows=1)
+        for ids in batches:
             actual = simulate(self.single, ids, weights=self.stored)
             verification.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
         target, dequantized = self.layout.target, self.layout.dequantized
