@@ -145,7 +145,10 @@ def _degree(root: Path, manifest: Manifest | None, tp: int | None) -> int:
     if heads and ranks not in fits:
         kinds = f"{heads} query heads" + f" on {kv_heads} key/value heads" * (kv_heads != heads)
         near = ", ".join(str(n) for n in sorted(sorted(fits, key=lambda n: abs(n - ranks))[:2]))
-        raise RewriterError(f"--tp {ranks}: {kinds} do not divide by {ranks}. Nearest: {near}")
+        raise RewriterError(
+            f"--tp {ranks}: {kinds} do not divide by {ranks}. Nearest: {near}. `rewrite MODEL --recipe fit-tp` pads "
+            "them"
+        )
     return ranks
 
 

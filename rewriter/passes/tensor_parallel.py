@@ -75,7 +75,10 @@ class TensorParallel(Pass):
             valid = [d for d in range(1, heads + 1) if all(h % d == 0 for h in sizes)]
             below = max(d for d in valid if d < ranks)
             near = ", ".join(map(str, [below, *[d for d in valid if d > ranks][:1]]))
-            raise RewriterError(f"--tp {ranks}: {heads} query heads do not divide by {ranks}. Nearest: {near}.")
+            raise RewriterError(
+                f"--tp {ranks}: {heads} query heads do not divide by {ranks}. Nearest: {near}. --recipe fit-tp pads "
+                "them"
+            )
         program = program.with_(modules=with_constant_inputs(program))
         graph = without_dropout(program)
         sharder = _Sharder(program, graph, ranks)

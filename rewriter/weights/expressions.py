@@ -149,7 +149,8 @@ class Slice(_Rearrangement):
 
 @dataclass(frozen=True)
 class Take(_Rearrangement):
-    """The elements of `source` along `dim` at the places `index`, as torch.index_select; `fill` at places -1.
+    """The elements of `source` along `dim` at the places `index`, as torch.index_select; with a `fill`, that at places
+    -1.
 
     What a `Slice` with thousands of ranges would be: neurons in another order, with others that are padding. `fill` is
     0, or the bits of a whole number.
@@ -157,7 +158,7 @@ class Take(_Rearrangement):
 
     dim: int
     index: tuple[int, ...]
-    fill: int = 0
+    fill: int | None = None
 
     def _shape(self, inputs: list[Shape]) -> Shape:
         """The size of `dim` becomes the number of places, of which there is at least one."""
@@ -165,7 +166,7 @@ class Take(_Rearrangement):
         size = whole[_dim(self, self.dim, whole)]
         if not self.index:
             raise RewriterError(f"{self}: no place is named. At least one within {_sizes(whole)} is needed.")
-        if min(self.index) < -1 or max(self.index) >= size:
+        if min(self.index) < (0 if self.fill is None else -1) or max(self.index) >= size:
             raise RewriterError(
                 f"{self}: places {min(self.index)} to {max(self.index)} do not all lie in dimension {self.dim}, which "
                 f"has size {size} (shape {_sizes(whole)})."
@@ -177,8 +178,8 @@ class Take(_Rearrangement):
 
         index = torch.tensor(self.index)
         taken = inputs[0][(slice(None),) * self.dim + (index.clamp(min=0),)]
-        if min(self.index) < 0:
-            taken[(slice(None),) * self.dim + ((index < 0).nonzero()[:, 0],)] = self.fill
+        if self.fill is not None:
+            taken[(slice(None),) * self.dim + (index < 0,)] = self.fill
         return taken
 
     def _narrow(self, dim: int, start: int, stop: int, shapes: Shapes) -> Expression:

@@ -225,7 +225,10 @@ def refused_lines(capsys: Capture, *words: str) -> str:
 
 
 def test_a_degree_that_does_not_divide(model: Path, capsys: Capture) -> None:
-    assert convert(capsys, "m", "--tp", "3") == "--tp 3: 8 query heads do not divide by 3. Nearest: 2, 4."
+    assert (
+        convert(capsys, "m", "--tp", "3")
+        == "--tp 3: 8 query heads do not divide by 3. Nearest: 2, 4. --recipe fit-tp pads them"
+    )
 
 
 def test_options_that_contradict(model: Path, capsys: Capture) -> None:

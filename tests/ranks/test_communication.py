@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LAYERS = 5
 EXPECTED = {
     "tensor-parallel": 2 * LAYERS,
+    "fit-tp": 2 * LAYERS,
     "parallel": LAYERS,
     "desync-2x": LAYERS,
     "desync-2x-sum": LAYERS,

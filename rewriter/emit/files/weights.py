@@ -207,7 +207,7 @@ def lowered(expression: Expression, shapes: Shapes) -> Expression:
     if not isinstance(expression, Take):
         return expression
     source, dim, index = lowered(expression.source, shapes), expression.dim, expression.index
-    if isinstance(source, Take) and source.dim == dim:
+    if isinstance(source, Take) and source.dim == dim and source.fill is None:
         return lowered(Take(source.source, dim, tuple(source.index[place] for place in index)), shapes)
     if isinstance(source, Transpose):
         inner = {source.dim0: source.dim1, source.dim1: source.dim0}.get(dim, dim)

@@ -64,7 +64,7 @@ class Units:
         if heads == 1:
             return None
         first, self.count = self.count, self.count + heads
-        queries = next(axis for axis in reversed(self.axes) if axis.queries is None)
+        queries = next((axis for axis in reversed(self.axes) if axis.queries is None), None)
         self.axes.append(Axis(first, heads, "key/value heads", queries))
         local, group = query_heads // self.ranks, query_heads // heads
         for rank, units in enumerate(self.held):
