@@ -179,7 +179,8 @@ class Take(_Rearrangement):
         index = torch.tensor(self.index)
         taken = inputs[0][(slice(None),) * self.dim + (index.clamp(min=0),)]
         if self.fill is not None:
-            taken[(slice(None),) * self.dim + (index < 0,)] = self.fill
+            # by numbers: torch fills no mask of float8
+            taken[(slice(None),) * self.dim + ((index < 0).nonzero()[:, 0],)] = self.fill
         return taken
 
     def _narrow(self, dim: int, start: int, stop: int, shapes: Shapes) -> Expression:
