@@ -226,14 +226,13 @@ def inspect(
     sp: int = 1,
     tokens: int | None = None,
     context: RunContext = RunContext(),
+    set: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """Reads, writes and communication of a model, and the changes that a recipe would make, from its config alone.
-
-    With `sp` ranks that share the tokens of a sequence: for sequences of `tokens`.
-    """
+    """Reads, writes and communication of a model, and the changes that a recipe would make, from its config alone; with
+    `sp` ranks that share the tokens of a sequence, for sequences of `tokens`."""
     from rewriter.explain.inspection import inspect
 
-    return inspect(model, recipe, tp, sp, tokens, context)
+    return inspect(model, recipe, tp, sp, tokens, context, set)
 
 
 def predict(

@@ -43,8 +43,7 @@ def convert(
     """
     overrides, degrees = parse_overrides(set or []), parse_degrees(tp)
     ranks = degrees if len(degrees) > 1 else degrees[0]
-    if tp_also is not None:
-        overrides["fit_ranks.also"] = str(parse_degrees(tp_also, "--tp-also"))
+    overrides = with_also(overrides, tp_also)
     text = None if calibration is None else read_text(calibration)
     destination = out if out is not None else default_output(model, recipe, ranks, sp)
 
@@ -83,6 +82,13 @@ def parse_overrides(assignments: list[str]) -> dict[str, str]:
             raise RewriterError(f"--set {shortened(assignment)}: {key.strip()} is set twice.")
         overrides[key.strip()] = value.strip()
     return overrides
+
+
+def with_also(overrides: dict[str, str], tp_also: str | None) -> dict[str, str]:
+    """`overrides` with the numbers of ranks that `--tp-also` names, of recipes that pad sizes."""
+    if tp_also is None:
+        return overrides
+    return {**overrides, "fit_ranks.also": str(parse_degrees(tp_also, "--tp-also"))}
 
 
 def read_text(file: Path) -> str:

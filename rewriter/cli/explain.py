@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from rewriter.cli import options
-from rewriter.cli.convert import parse_overrides
+from rewriter.cli.convert import parse_overrides, with_also
 from rewriter.common.files import require_place, write_text
 from rewriter.common.processes import start_early
 from rewriter.common.run_context import RunContext
@@ -18,7 +18,9 @@ def inspect(
     model: options.Model,
     recipe: Annotated[str | None, typer.Option(help="Show what this recipe would change.")] = None,
     tp: options.Ranks = 1,
+    tp_also: options.AlsoRanks = None,
     sp: options.SequenceRanks = 1,
+    set: options.Overrides = None,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Tokens of a sequence, to plan for with --sp."),
@@ -37,7 +39,8 @@ def inspect(
     from rewriter import api
 
     context = RunContext(trust_remote_code=trust_remote_code)
-    inspection = api.inspect(model, recipe=recipe, tp=tp, sp=sp, tokens=tokens, context=context)
+    overrides = with_also(parse_overrides(set or []), tp_also)
+    inspection = api.inspect(model, recipe=recipe, tp=tp, sp=sp, tokens=tokens, context=context, set=overrides)
     if json:
         typer.echo(inspection.to_json())
         return

@@ -12,6 +12,7 @@ from typing import Any
 WINDOW = 9  # shorter than the test lengths 21 and 100, so that tokens leave it
 MAX_POSITIONS = 192
 PRETRAINED = 32  # tokens beyond which rotary frequencies change: between the test lengths 21 and 100
+ALIGNED = 16  # channels that some kernels want a multiple of (16 bytes of any dtype)
 # Sizes that the tracer uses for batch and length in its examples are no sizes of a model: 3, 37 and 111.
 TAKEN = (3, 37, 111)
 
@@ -188,7 +189,10 @@ def _few(real: int, ranks: int) -> int:
 
 
 def _divisible_alike(real: int, about: int, ranks: int) -> int:
-    """A size near `about` that divides by `ranks` exactly if `real` does."""
+    """A size near `about` that divides by `ranks` exactly if `real` does, and is as well aligned for kernels if not."""
+    if real % ranks and real % ALIGNED == 0:
+        sizes = range(-(-about // ALIGNED) * ALIGNED, about * ranks * ALIGNED, ALIGNED)
+        return min(next(size for size in sizes if size % ranks), real)
     size = -(-about // ranks) * ranks
     if real % ranks:
         size += 1

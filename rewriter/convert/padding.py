@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from rewriter.ir import Program
-from rewriter.output.manifest import PaddedTensors, Padding
+from rewriter.output.manifest import PaddedTensors, Padding, read_manifest
+from rewriter.output.names import MANIFEST
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Concat, Mean
 from rewriter.weights.padding import growth
@@ -16,22 +18,40 @@ Place = tuple[int, Ranges, bool]
 
 
 def padding_of(program: Program) -> Padding | None:
-    """The padding of a program's stored tensors; None where a pass has padded nothing."""
+    """The padding of a program's stored tensors, with that which its source has already; None where there is none."""
     source = program.source
+    known = None if source.path is None else _of_source(Path(source.path))
     if not source.padded or source.path is None:
-        return None
+        return known
+    checkpoint = Checkpoint.open(source.path)
     means = {name for name, change in source.padded.items() if isinstance(change, Concat) and _is_mean(change)}
     by_name = {name: list(_padded(dims, name not in means)) for name, dims in source.places.items()}
+    for name, places in ({} if known is None else padded_places(known, list(checkpoint.tensors))).items():
+        moved = source.places.get(name, {})
+        by_name.setdefault(name, []).extend((dim, _moved(ranges, moved.get(dim)), zero) for dim, ranges, zero in places)
     return Padding(
-        settings=dict(source.settings),
+        settings={**(known.settings if known else {}), **source.settings},
         on_load=dict(source.on_load),
-        vocabulary=source.vocabulary,
-        growth=growth(Checkpoint.open(source.path), source.padded),
+        vocabulary=known.vocabulary if known else source.vocabulary,
+        growth=(1 + growth(checkpoint, source.padded)) * (1 + (known.growth if known else 0)) - 1,
         tensors=[
             PaddedTensors(tensors=names, dim=dim, ranges=list(ranges), zero=zero)
             for (dim, ranges, zero), names in _grouped(by_name).items()
         ],
     )
+
+
+def _of_source(directory: Path) -> Padding | None:
+    """The padding of a checkpoint that is an output itself."""
+    return read_manifest(directory).padding if (directory / MANIFEST).is_file() else None
+
+
+def _moved(ranges: Ranges, index: Sequence[int] | None) -> Ranges:
+    """Ranges of a dimension where its elements come from the places `index`."""
+    if index is None:
+        return ranges
+    held = {place for start, stop in ranges for place in range(start, stop)}
+    return _runs([place for place, of in enumerate(index) if of in held])
 
 
 def _is_mean(change: Concat) -> bool:

@@ -76,19 +76,21 @@ def inspect(
     sp: int = 1,
     tokens: int | None = None,
     context: RunContext = RunContext(),
+    set: Mapping[str, Any] | None = None,
 ) -> Inspection:
     """Reads, writes, communication and memory of `model` on `tp` ranks, and what `recipe` changes. Reads no weights.
 
     With `sp` ranks that share the tokens of a sequence, the plans for its attention, ranked for sequences of `tokens`,
     which is also what a recipe's sequence_parallel then plans for, unless it names a length itself.
-    `model` is a directory, a bare config.json, a hub id or a config object. A recipe that cannot be applied because the
-    model has no residual stream is reported with the reason. Raises RewriterError for what a user can cause otherwise:
-    no such model or recipe, a `tp` that does not divide the heads, a recipe whose passes do not fit the model.
+    `model` is a directory, a bare config.json, a hub id or a config object. `set` overrides options of a recipe. One
+    that cannot be applied because the model has no residual stream is reported with the reason. Raises RewriterError
+    for what a user can cause otherwise: no such model or recipe, a `tp` that does not divide the heads, a recipe whose
+    passes do not fit the model.
     """
     for option, ranks in (("--tp", tp), ("--sp", sp)):
         if ranks < 1:
             raise RewriterError(f"{option} {ranks}: expected 1 or more ranks")
-    loaded = with_length(load_recipe(recipe), tokens) if recipe is not None else None
+    loaded = with_length(load_recipe(recipe, set), tokens) if recipe is not None else None
     trust_remote_code = context.trust_remote_code
     config = load_config(model, trust_remote_code)
     skeleton = build_skeleton(config, trust_remote_code)

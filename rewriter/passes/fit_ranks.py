@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.shrink_sizes import INNER
 from rewriter.common.text_settings import nested_settings
 from rewriter.ir import Body, Opaque, Program, args_of, called_module, nodes_inside, ops
 from rewriter.ir.labels import Unsplittable
@@ -88,9 +89,10 @@ class FitRanks(Pass):
         if self.applied:
             return record(program, self, "its sizes fit already", fired=False)
         table = nested_settings(program.source.config) or program.source.config
-        settings = fitted_sizes(table, ranks, _blocks(program))
+        settings = _used(program, table, fitted_sizes(table, ranks, _blocks(program)))
         if not settings:
-            return record(program, self, f"{_listed(ranks)} ranks divide every size", fired=False)
+            said = "one rank divides" if ranks == [1] else f"{_listed(ranks)} ranks divide"
+            return record(program, self, f"{said} every size", fired=False)
         found = _Padding(program)
         try:
             made = found.resized(as_written(table, program.source.model_type, settings))
@@ -130,6 +132,17 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _sizes(table: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {table.get(name, 'unset')} → {value}" for name, value in settings.items())
+
+
+def _used(program: Program, table: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` without widths that no weight has: a config may have some of modules that the model has not."""
+    sizes = {size for spec in program.parameters.values() for size in spec.shape}
+    unused = {
+        name
+        for name in settings.keys() & {*INNER}
+        if isinstance(table[name], int) and all(size % table[name] for size in sizes)
+    }
+    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def _blocks(program: Program) -> Blocks:

@@ -108,6 +108,8 @@ class Recipe(Strict):
         """
         first, plus, others = os.fspath(name_or_path).partition("+")
         if plus and not os.path.exists(name_or_path):
+            if not first or not others:
+                raise RewriterError(f"recipe {os.fspath(name_or_path)!r}: name a recipe on either side of the +")
             return cls.load(first)._before(cls.load(others))
         path = catalogue.find(name_or_path)
         return cls.parse(read_file(path), source=os.fspath(name_or_path))

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.text_settings import vocabulary_size, with_text_settings
@@ -179,8 +180,8 @@ def _config_of(source: Source, sizes: Sizes) -> PreTrainedConfig:
         config = AutoConfig.for_model(**source.config)
     table = with_text_settings(config.to_dict(), sizes.settings)
     if sizes.model_type not in (None, config.model_type, text_config(config).model_type):
-        table.pop("architectures", None)
         config = AutoConfig.for_model(**{**table, "model_type": sizes.model_type})
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[sizes.model_type]]
     else:
         config = type(config).from_dict(table)
     if sizes.on_load and text_config(config) is not config:

@@ -15,12 +15,13 @@ stands for the j-th of them, and a pass that selects layers selects their places
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import lcm
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.shrink_sizes import LAYERS, shrunken_sizes
+from rewriter.common.shrink_sizes import HEADS, HIDDEN, LAYERS, shrunken_sizes
 from rewriter.common.text_settings import ON_LOAD, without_quantization
 from rewriter.tracing.shrink_beside import fitted, grids_inside, shrunken_beside, tokens_inside
 
@@ -122,7 +123,9 @@ def shrink(
         data = fitted(data, table, small) | grids_inside(table)
         data |= tokens_inside(table, small.get("vocab_size", 256)) | {inner: small}
     data = without_quantization(data)
-    data.pop(ON_LOAD, None)  # heads of the copy divide its width
+    if data.pop(ON_LOAD, None):  # heads of the copy divide its width, as its class wants
+        heads = lcm(*(data[name] for name in HEADS if isinstance(data.get(name), int)))
+        data |= {name: -(-data[name] // heads) * heads for name in HIDDEN if isinstance(data.get(name), int)}
     if "auto_map" not in data:
         data["_name_or_path"] = ""
     data["dtype"] = "float32"

@@ -21,6 +21,7 @@ from rewriter.check.padded_model import real_tokens
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert.conversion import convert
+from rewriter.convert.padding import padded_places
 from rewriter.convert.save_options import SaveOptions
 from rewriter.output.manifest import read_manifest
 
@@ -82,6 +83,51 @@ def test_what_cannot_stand_in_config_json_is_said_on_loading(tmp_path: Path) -> 
         again = api.load(tmp_path / "out")(fitted_models.ids()).logits
     assert relative_error(real_tokens(again, logits), logits) < 1e-5
     assert "real weights: sharded module on 1 rank = original model" in api.reshard(tmp_path / "out", tp=1)
+    api.refresh(tmp_path / "out")
+
+
+def test_padding_is_known_of_an_output_that_is_converted_again(tmp_path: Path) -> None:
+    """By another recipe as it was, by fit-tp with what is new and where the old went."""
+    options = SaveOptions(verify="none")
+    fitted_models.save("qwen3", tmp_path / "model", tie_word_embeddings=False)
+    convert(tmp_path / "model", "fit-tp", out=tmp_path / "one", tp=3, set=WASTE, options=options)
+    convert(tmp_path / "one", "ladder", out=tmp_path / "two", tp=3, options=options)
+    first, second = (read_manifest(tmp_path / name).padding for name in ("one", "two"))
+    assert first is not None
+    assert first == second
+    convert(tmp_path / "one", "fit-tp", out=tmp_path / "three", tp=5, set=WASTE, options=options)
+    third, tensors = read_manifest(tmp_path / "three").padding, load_file(tmp_path / "three" / "model.safetensors")
+    assert third is not None
+    assert third.vocabulary == first.vocabulary == 250
+    assert third.growth == pytest.approx(nbytes(tmp_path / "three") / nbytes(tmp_path / "model") - 1, abs=1e-9)
+    places = padded_places(third, list(tensors))
+    for name, tensor in tensors.items():
+        known = {dim: 0 for dim, _, zero in places.get(name, ()) if zero}
+        for dim, ranges, zero in places.get(name, ()):
+            for start, stop in ranges if zero else ():
+                assert not tensor.narrow(dim, start, stop - start).any()
+                known[dim] += stop - start
+        for dim in known:  # and nothing else is all zeros
+            others = [d for d in range(tensor.dim()) if d != dim]
+            zeros = ~tensor.ne(0).any(others[0]) if others else tensor.eq(0)
+            assert int(zeros.sum()) == known[dim], (name, dim)
+
+
+def test_what_looks_at_an_output_knows_its_sizes(tmp_path: Path) -> None:
+    """bisect compares with the padded model; refresh and reshard shrink a config whose heads are given on load."""
+    fitted_models.save("qwen3", tmp_path / "model")
+    convert(tmp_path / "model", "fit-tp", out=tmp_path / "out", tp=3, set=WASTE, options=SaveOptions(verify="none"))
+    assert api.bisect(tmp_path / "out").fault is None
+    assert api.bisect(tmp_path / "model", recipe="fit-tp", tp=3, set=WASTE).fault is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"hidden_size": 64, "intermediate_size": 224}, {"intermediate_size": 128}])
+def test_experts_of_widths_that_kernels_take(sizes: dict[str, int], tmp_path: Path) -> None:
+    """The shrunken copy has experts whose widths three ranks do not divide, and kernels of grouped products take."""
+    fitted_models.save("qwen3_moe", tmp_path / "model", moe_intermediate_size=sizes["intermediate_size"])
+    report = convert(tmp_path / "model", "fit-tp", out=tmp_path / "out", tp=3, set=WASTE)
+    assert "padded sizes = original model" in report.verification
 
 
 COMPOSED = [

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from rewriter.check.comparison import RANKS, exact_limit
+from rewriter.check.comparison import RANKS, exact_limit, relative_error
 from rewriter.check.drift import golden_tokens, too_large
+from rewriter.check.padded_model import padded_model, real_tokens
 from rewriter.check.random_model import random_ids
-from rewriter.check.reference_modes import reference_of
+from rewriter.check.reference_modes import original_logits, reference_of
 from rewriter.check.shrunken_check import apply_passes, on_ranks, telling_copy, test_lengths
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import name_of, scratch_folder
@@ -95,7 +96,7 @@ def real_material(traced: Program) -> Material:
     assert source.path is not None
     if reason := too_large(traced, COPIES):
         raise RewriterError(f"{source.path}: {reason}. Use --weights shrunken")
-    model, _ = plain_model(source.path, source.remote_code)
+    model = padded_model(traced) if source.padded else plain_model(source.path, source.remote_code)[0]
     require_finite(model.named_parameters(), source.path)
     return Material(model, traced, golden_tokens(traced), "the real weights")
 
@@ -156,6 +157,14 @@ def bisect_passes(
             report.steps.append(Step(rewrite.name, held=False, note="cannot be applied"))
             report.fault = Fault(rewrite.name, cause=f"it cannot be applied: {error}")
             return
+        if made.source.padded and not program.source.padded:
+            wanted, padded = original_logits(model, ids), padded_model(made)
+            off = relative_error(real_tokens(original_logits(padded, ids), wanted), wanted)
+            if off > limit:
+                report.steps.append(Step(rewrite.name, held=False, error=off))
+                report.fault = Fault(rewrite.name, cause="padded sizes do not compute what the model does", error=off)
+                return
+            model = padded  # what all that follows has to compute
         expected = expected_values(reference_of(made, passes[:number]), model, ids)
         # the stream's values, where the program has as many as the reference
         count = sum(side == "stream" for side, _ in expected)
@@ -167,6 +176,7 @@ def bisect_passes(
             before=exact(both_wirings(program)),
             weights=load_weights(made, torch.float32),
             weights_before=stage.weights,
+            host=model,
             expected={p: v for p, v in expected.items() if p in comparable or p[0] in sides},
             limit=limit if not made.mesh and bound_ranks(made) is None else RANKS,
         )

@@ -12,13 +12,12 @@ from math import gcd, lcm
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.shrink_sizes import GROUPS, HEAD_SIZES, HEADS, HIDDEN, INNER, KV_HEADS, LATENT, MIXERS
+from rewriter.common.shrink_sizes import ALIGNED, GROUPS, HEAD_SIZES, HEADS, HIDDEN, INNER, KV_HEADS, LATENT, MIXERS
 from rewriter.ir.resizing import Sizes
 
 VOCABULARY_ROWS = 64  # engines pad a vocabulary to a multiple of this, and ranks share that
 _ROUND = 64  # channels of a rank: kernels are fastest on whole tiles
 _LITTLE = 16  # and a sixteenth more than needed is paid for that, at most
-_ALIGNED = 16  # channels that some kernels want a multiple of (16 bytes of any dtype)
 _MOST = 4096  # heads
 
 
@@ -99,7 +98,7 @@ def _channels(size: int, ranks: Sequence[int], block: int) -> int:
     step = lcm(*ranks)
     if size % (step * block) == 0:
         return size
-    least = _up(size, step * lcm(block, gcd(size, _ALIGNED)))
+    least = _up(size, step * lcm(block, gcd(size, ALIGNED)))
     tiles = (_ROUND >> shift for shift in range(_ROUND.bit_length()))
     return next(
         (made for tile in tiles if (made := _up(size, step * lcm(block, tile))) <= least + least // _LITTLE), least
@@ -134,8 +133,10 @@ def grouped_heads(
             if size >= served:
                 break
     if best is None:
+        numbers = ", ".join(map(str, ranks))
         raise RewriterError(
-            f"no number of heads near {heads} in {groups} groups divides by {', '.join(map(str, ranks))}"
+            f"fit_ranks: no number of heads near {heads} in {groups} groups divides by {numbers}. Take fewer ranks, or "
+            "an output for each number"
         )
     return best[2], best[1]
 

@@ -144,10 +144,17 @@ def test_sizes_that_divide_stay_as_they_are(tmp_path: Path) -> None:
         ANY.apply(after)
 
 
+def test_widths_of_modules_that_the_model_has_not_stay(tmp_path: Path) -> None:
+    """Every layer of a Qwen3-MoE has experts: its `intermediate_size` is of no weight."""
+    fitted_models.save("qwen3_moe", tmp_path, intermediate_size=1000)
+    assert "intermediate_size" not in fitted(tmp_path, 3).source.settings
+
+
 def test_other_classes_that_compute_the_same_take_heads_that_do_not_divide_the_width(tmp_path: Path) -> None:
     fitted_models.save("llama", tmp_path)
     program = fitted(tmp_path, 5)  # ten heads in a width of 48
     assert (program.source.model_type, program.source.architecture) == ("mistral", "MistralForCausalLM")
+    assert program.source.config["architectures"] == ["MistralForCausalLM"]
     assert not program.source.on_load
     fitted_models.save("llama", tmp_path / "biased", attention_bias=True)  # which Mistral has not
     biased = fitted(tmp_path / "biased", 5)
