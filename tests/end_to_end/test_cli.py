@@ -94,7 +94,7 @@ DEFAULTS = {
     "set": {},
     "text": None,
 }
-INSPECT = {"recipe": None, "tp": 1, "sp": 1, "tokens": None, "trust_remote_code": False}
+INSPECT = {"set": {}, "recipe": None, "tp": 1, "sp": 1, "tokens": None, "trust_remote_code": False}
 
 
 def test_a_first_word_that_is_no_command_is_the_model(api: Api) -> None:
@@ -179,6 +179,14 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
         (
             "inspect m --recipe long-context --sp 16 --tokens 131072",
             ("inspect", ("m",), INSPECT | {"recipe": "long-context", "sp": 16, "tokens": 131072}),
+        ),
+        (
+            "inspect m --recipe fit-tp --tp 3 --tp-also 6 --set fit_ranks.waste=0.5",
+            (
+                "inspect",
+                ("m",),
+                INSPECT | {"recipe": "fit-tp", "tp": 3, "set": {"fit_ranks.waste": "0.5", "fit_ranks.also": "[6]"}},
+            ),
         ),
         ("verify d", ("verify", (Path("d"),), {"trust_remote_code": False, "images": False})),
         ("export d --onnx f.onnx", ("export_onnx", (Path("d"), Path("f.onnx")), {"trust_remote_code": False})),
