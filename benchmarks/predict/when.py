@@ -227,7 +227,7 @@ class Uneven:
 
 
 def of_uneven(title: str, cluster: Cluster) -> Uneven:
-    """What padded sizes gain on all of a number of GPUs that heads do not divide by."""
+    """Gains of padded sizes on all of a number of GPUs that heads do not divide by."""
     chooser = Chooser(MODELS[title])
     decoding = [chooser.decoding(cluster, batch, (FIT,)) for batch in BATCHES[:2]]
     prefill = chooser.prefills(cluster, (FIT,))[FIRST_TOKEN_PROMPTS[1]]

@@ -123,9 +123,11 @@ def require_padding(padding: Padding, trained: Path) -> None:
     """Raise VerificationError where what was padding is not zero any more in the checkpoint `trained`."""
     checkpoint = Checkpoint.open(trained)
     for name, places in padded_places(padding, list(checkpoint.tensors)).items():
-        for dim, ranges, zero in places:
-            for start, stop in ranges if zero else ():
-                if bool(checkpoint.read(name).narrow(dim, start, stop - start).any()):
+        zeros = [(dim, span) for dim, ranges, zero in places if zero for span in ranges]
+        if zeros:
+            values = checkpoint.read(name)
+            for dim, (start, stop) in zeros:
+                if bool(values.narrow(dim, start, stop - start).any()):
                     raise VerificationError(
                         f"{name}: padding at [{start}, {stop}) of dimension {dim} was trained, and is not zero any "
                         "more. It is a fault of rewriter: please report it"

@@ -97,7 +97,7 @@ class Run:
 
     @property
     def padding(self) -> Padding | None:
-        """What of the weights is padding, which is not trained; a model that starts at random has none."""
+        """The padding in the weights, which is not trained; a model that starts at random has none."""
         return None if self.options.from_scratch else self.opened.manifest.padding
 
     @property

@@ -41,9 +41,8 @@ def convert(
     MODEL is a directory with config.json and safetensors, or a hub id. The result is verified before it is kept:
     exit code 3, and no output, where it does not compute what the recipe says.
     """
-    overrides, degrees = parse_overrides(set or []), parse_degrees(tp)
+    overrides, degrees = with_also(parse_overrides(set or []), tp_also), parse_degrees(tp)
     ranks = degrees if len(degrees) > 1 else degrees[0]
-    overrides = with_also(overrides, tp_also)
     text = None if calibration is None else read_text(calibration)
     destination = out if out is not None else default_output(model, recipe, ranks, sp)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rewriter.ir import Program
 from rewriter.output.manifest import PaddedTensors, Padding, read_manifest
 from rewriter.output.names import MANIFEST
+from rewriter.passes.selection import runs_of
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Concat, Mean
 from rewriter.weights.padding import growth
@@ -59,20 +60,14 @@ def _is_mean(change: Concat) -> bool:
 
 
 def _padded(dims: Mapping[int, Sequence[int]], zero: bool) -> Iterator[Place]:
-    """Where a weight holds padding."""
+    """The padding of one weight, by its dimensions."""
     for dim, index in dims.items():
         if ranges := _runs([place for place, of in enumerate(index) if of < 0]):
             yield dim, ranges, zero
 
 
 def _runs(places: Sequence[int]) -> Ranges:
-    runs: list[tuple[int, int]] = []
-    for place in places:
-        if runs and runs[-1][1] == place:
-            runs[-1] = runs[-1][0], place + 1
-        else:
-            runs.append((place, place + 1))
-    return tuple(runs)
+    return tuple((run[0], run[-1] + 1) for run in runs_of(places))
 
 
 def _grouped(by_name: Mapping[str, Sequence[Place]]) -> dict[Place, list[str]]:
@@ -94,9 +89,9 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.[0-9]+(?=\.)", ".*", name)
 
 
-def padded_places(padding: Padding, names: Sequence[str]) -> dict[str, list[tuple[int, Ranges, bool]]]:
+def padded_places(padding: Padding, names: Sequence[str]) -> dict[str, list[Place]]:
     """By name of a stored tensor, the dimensions, ranges and kinds (zeros or not) of its padding."""
-    result: dict[str, list[tuple[int, Ranges, bool]]] = {}
+    result: dict[str, list[Place]] = {}
     for entry in padding.tensors:
         listed = set(entry.tensors)
         for name in names:

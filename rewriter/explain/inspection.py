@@ -134,7 +134,7 @@ def inspect(
         "phases": _phases(after),
         "sequence": sequence(after, sp, tokens),
         "memory": asdict(memory(after)),
-        "padding": padding(original, after, tp),
+        "padding": padding(original, after, standard, tp),
         "rules": rules,
     }
     return Inspection(data, after)

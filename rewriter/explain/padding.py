@@ -1,4 +1,4 @@
-"""What padded sizes cost: weights, computation and cache of a rank, beside layouts that need no padding."""
+"""Costs of padded sizes: weights, computation and cache of a rank, beside layouts that need no padding."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def tensor_parallel(program: Program, ranks: int) -> Program:
     return TensorParallel().apply(program.with_(mesh={"tp": ranks}, origin=program)) if ranks > 1 else program
 
 
-def padding(original: Program, after: Program, ranks: int) -> dict[str, Any] | None:
+def padding(original: Program, after: Program, standard: Program, ranks: int) -> dict[str, Any] | None:
     """The sizes that a recipe padded, and per layout what a rank holds and computes; None where it padded none.
 
+    `standard` has the padded sizes under tensor parallelism alone.
     "waste" is what all ranks together have more than the source on one device, as a share of that: of weights, of
     products per token, of keys and values. Key/value heads that several ranks hold count once for each.
     """
@@ -36,18 +37,17 @@ def padding(original: Program, after: Program, ranks: int) -> dict[str, Any] | N
         for name, value in settings.items()
         if value != table.get(name)
     ]
-    padded = after.origin or after
     return {
         "sizes": sizes,
         "model_type": source.model_type,
         "on_load": dict(source.on_load),
-        "weights": growth_of(original, padded),
-        "layouts": list(_layouts(original, padded, ranks)),
+        "weights": growth_of(original, after.origin or after),
+        "layouts": list(_layouts(original, standard, ranks)),
     }
 
 
-def _layouts(original: Program, padded: Program, ranks: int) -> Iterator[dict[str, Any]]:
-    yield _layout(f"padded, on {ranks}", original, tensor_parallel(padded, ranks), ranks)
+def _layouts(original: Program, standard: Program, ranks: int) -> Iterator[dict[str, Any]]:
+    yield _layout(f"padded, on {ranks}", original, standard, ranks)
     replicated = [degree for degree in range(ranks // 2, 0, -1) if ranks % degree == 0]
     for degrees, name in ((range(ranks - 1, 1, -1), "on {0}, which divides"), (replicated, "{1} replicas on {0}")):
         for degree in degrees:

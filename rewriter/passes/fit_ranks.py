@@ -32,12 +32,11 @@ from rewriter.passes.placement.projections import chains, inputs_layout, inputs_
 from rewriter.passes.placement.units import AXIS
 from rewriter.weights import Checkpoint
 from rewriter.weights.expressions import Dequantized, Expression, Tensor
-from rewriter.weights.padding import PaddedTensors, growth
+from rewriter.weights.padding import Index, PaddedTensors, growth
 from rewriter.weights.quantized_tensors import quantized_weights
 
 MOST_WASTE = 0.25
 
-Index = tuple[int, ...]
 Places = dict[str, dict[int, Index]]
 """By parameter and dimension, the place in the source that each element comes from; -1: padding."""
 
@@ -191,7 +190,7 @@ def _whole(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[Expression
 
 
 class _Padding:
-    """Where the weights of `program` go in a program of other sizes."""
+    """Places of the weights of `program` in a program of other sizes."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -270,7 +269,7 @@ class _Padding:
 
 
 def _places_of(before: Body, after: Body, path: str) -> dict[str, dict[int, Index]] | str:
-    """Where elements of a body's parameters come from; the reason where it has no heads or channels to pad.
+    """The places that elements of a body's parameters come from; the reason where it has no heads or channels to pad.
 
     Raises RewriterError where padding would take part in what it computes.
     """

@@ -78,21 +78,13 @@ def trace_skeleton(
     expressions: Mapping[str, Expression] = MappingProxyType({}),
     ties: Mapping[str, str] | None = None,
     remote_code: bool = False,
+    traced: _Traced | None = None,
 ) -> Program:
-    """The Program of a model that is already built on meta. `ties` are by default those that its config asks for."""
-    return _bound(skeleton, _traced(skeleton), path, expressions, ties, remote_code)
+    """The Program of a model that is already built on meta, its parameters bound to what a checkpoint holds.
 
-
-def _bound(
-    skeleton: Skeleton,
-    traced: _Traced,
-    path: str | None = None,
-    expressions: Mapping[str, Expression] = MappingProxyType({}),
-    ties: Mapping[str, str] | None = None,
-    remote_code: bool = False,
-) -> Program:
-    """The Program of a traced model, its parameters bound to what a checkpoint holds."""
-    graph, modules, layers = traced
+    `ties` are by default those that its config asks for. `traced` is what was traced of it before.
+    """
+    graph, modules, layers = traced or _traced(skeleton)
     tied = tied_parameters(skeleton.model)
     ties = tied if ties is None else ties
     held = {f"{path}.{name}": shape for path, module in modules.items() for name, shape in parameters_of(module)}
@@ -137,7 +129,7 @@ def _resized(program: Program, sizes: Sizes, stored: Stored) -> Program:
         said = shortened(" ".join(str(error).split()), 300)
         raise CannotBuild(f"{source.architecture} cannot be built with {sizes}: {said}") from error
     traced = _traced(skeleton)
-    plain = _bound(skeleton, traced, remote_code=source.remote_code)
+    plain = trace_skeleton(skeleton, remote_code=source.remote_code, traced=traced)
     padded = stored(plain)
     made = plain if padded is None else _with_padded(skeleton, traced, source, padded)
     changed = replace(
@@ -161,7 +153,7 @@ def _with_padded(skeleton: Skeleton, traced: _Traced, source: Source, padded: Pa
         Tensor(name): change for name, change in changes.items() if not is_dequantized(change)
     }
     expressions = {name: substituted(expression, inside) for name, expression in expressions.items()}
-    made = _bound(skeleton, traced, source.path, expressions, ties, source.remote_code)
+    made = trace_skeleton(skeleton, source.path, expressions, ties, source.remote_code, traced)
     places = {name: dict(dims) for name, dims in padded.places.items()}
     return made.with_(source=replace(made.source, unused=unused, padded=changes, places=places))
 

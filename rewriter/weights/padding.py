@@ -50,7 +50,7 @@ Changes = dict[str, Expression]
 
 @dataclass
 class PaddedTensors:
-    """What is stored of a checkpoint whose parameters are padded.
+    """The tensors that are stored of a checkpoint whose parameters are padded.
 
     `changes` are the tensors that are stored instead of the checkpoint's, by name, as expressions over the
     checkpoint's. `places` has by name of a weight (what a quantized one stands for) and dimension the place that each

@@ -11,7 +11,7 @@ from rewriter.passes.fitting.sizes import Blocks, fitted_sizes, grouped_heads, v
 
 
 def fits(heads: int, groups: int, made: tuple[int, int], ranks: tuple[int, ...], shared: bool) -> bool:
-    """What engines want of numbers of heads, said once more."""
+    """The numbers of heads that engines want, said once more."""
     many, few = made
     if many % few or any(many % n for n in ranks):
         return False

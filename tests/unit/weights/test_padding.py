@@ -21,7 +21,7 @@ WHOLE = ("bnb-nf4", "bnb-int8", "fp8-exponents")
 
 
 def padded(index: list[int], size: int) -> torch.Tensor:
-    """What [..., size] becomes: the elements at these places, 0 at -1."""
+    """[..., size] after padding: the elements at these places, 0 at -1."""
     picked = torch.zeros(len(index), size)
     for row, place in enumerate(index):
         if place >= 0:
