@@ -326,6 +326,31 @@ def test_pieces_of_a_graph_sum_inline(ranks):
     ranks.pieces = True
     config = SimpleNamespace(rewriter_delays=[[0, 1], [1, 1]])
     check(rewired(Paired, config), config)
+    assert sums_before_the_next_block(ranks)
+
+
+@pytest.mark.parametrize(("setting", "inline"), [(None, False), ("1", False), ("0", True)])
+def test_overlap_can_be_turned_off(ranks, monkeypatch, setting, inline):
+    monkeypatch.delenv("REWRITER_OVERLAP", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("REWRITER_OVERLAP", setting)
+    sums.overlaps.cache_clear()
+    try:
+        assert sums_before_the_next_block(ranks) == inline
+        config = SimpleNamespace(rewriter_delays=[[0, 1], [1, 1]])
+        check(rewired(Paired, config), config)
+    finally:
+        sums.overlaps.cache_clear()
+
+
+def sums_before_the_next_block(ranks) -> bool:
+    """True if `begin` runs a sum itself, rather than a thread."""
+    threads, x = [], torch.ones(TOKENS, WIDTH)
+    ranks.before = lambda: threads.append(threading.current_thread())
+    token, _ = sums.begin(x, x)
+    sums.finish(token, x)
+    ranks.before = lambda: None
+    return threads == [threading.current_thread()]
 
 
 def test_a_forgotten_sum_does_not_reach_the_next_pass():

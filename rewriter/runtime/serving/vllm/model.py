@@ -23,6 +23,7 @@ from rewriter.runtime.serving.vllm.layer_form import form_of
 from rewriter.runtime.serving.vllm.phased_layer import PhasedLayer
 from rewriter.runtime.serving.vllm.phases import phase_of, tell_rows
 from rewriter.runtime.serving.vllm.rewired_layer import RewiredLayer
+from rewriter.runtime.serving.vllm.sums import overlaps
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
 
@@ -200,8 +201,9 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> SumSchedule:
         rewired.previous = () if previous is None else (previous,)
         previous = rewired
     logger.info(
-        "rewriter: %d of %d all-reduces of %s overlap with the next block",
+        "rewriter: %d of %d all-reduces of %s overlap with the next block%s",
         schedule.overlapped, schedule.summed, type(model).__name__,
+        "" if overlaps() else ", but REWRITER_OVERLAP=0 waits for each",
     )  # fmt: skip
     for wire, count in schedule.quantized.items():
         logger.info(

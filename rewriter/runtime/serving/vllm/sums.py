@@ -4,12 +4,13 @@ graph and inside a captured one.
 The order of begins and ends is a dependence of data: every operator takes what the one before it returned. What is
 under way is in a queue of this process: an operator may not return what it was given, and a compiler must not see a
 tensor that changes later. On CUDA the engine's own all-reduce runs on a stream of higher priority. Where vLLM
-captures a graph piece by piece (PIECEWISE), whose pieces cannot share an open stream, it runs inline. On a CPU small
-sums need no thread, others run in one.
+captures a graph piece by piece (PIECEWISE), whose pieces cannot share an open stream, it runs inline, as every sum does
+with REWRITER_OVERLAP=0. On a CPU small sums need no thread, others run in one.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,19 +31,25 @@ _library = torch.library.Library("rewriter_serving", "FRAGMENT")
 _under_way: deque[Callable[[], Tensor]] = deque()
 
 
+@cache
+def overlaps() -> bool:
+    """False if REWRITER_OVERLAP=0 in this worker's environment: each sum ends where it begins. For comparisons."""
+    return os.environ.get("REWRITER_OVERLAP", "1") != "0"
+
+
 def _launch(x: Tensor, format: str, min_bytes: int) -> None:
     """Begin the all-reduce of a copy of `x`: the compiler gives the memory of `x` to others after this operator."""
     copy, format = x.clone(), _format_of(x, format, min_bytes)
     if engine.engine.ranks() == 1:
         _under_way.append(lambda: copy)
+    elif not overlaps() or engine.engine.in_pieces():
+        result = _all_reduce(copy, format)
+        _under_way.append(lambda: result)
     elif x.device.type == "cpu":
         begun = None if format else engine.engine.begin(copy)
         _under_way.append(
             _thread().submit(_all_reduce, copy, format).result if begun is None else partial(_awaited, copy, begun)
         )
-    elif engine.engine.in_pieces():
-        result = _all_reduce(copy, format)
-        _under_way.append(lambda: result)
     else:
         stream, here = _stream(x.device), torch.cuda.current_stream()
         # Whatever was freed before this is read before it: memory of this stream may be used again without a record.
