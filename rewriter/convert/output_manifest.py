@@ -27,6 +27,7 @@ from rewriter.output.manifest import (
     SourceEntry,
     Verified,
 )
+from rewriter.passes import installed
 
 
 def manifest_of(
@@ -63,6 +64,7 @@ def manifest_of(
         positions=position_table(program),
         adaptation=adaptation,
         padding=padding_of(program),
+        packages=_packages(program),
         files={},
     )
 
@@ -78,6 +80,7 @@ def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOpt
     return {
         "checkpoint": layout.checkpoint.fingerprint(),
         "passes": [[e.name, plain(e.options)] for e in program.history],
+        "packages": _packages(program),
         "mesh": mesh_of(program),
         "dtype": options.dtype,
         "materialize": options.materialize,
@@ -88,6 +91,14 @@ def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOpt
         "versions": versions(),
         "emitted code": hashlib.sha256(json.dumps(dict(layout.texts)).encode()).hexdigest(),
     }
+
+
+def _packages(program: Program) -> dict[str, str]:
+    """The packages of the passes that `rewriter` does not ship, by pass; also of those that were left out."""
+    modules = {entry.name: type(entry.rewrite).__module__ for entry in program.history}
+    asked = [spec["pass"] for spec in (program.recipe or {"passes": ()})["passes"]]
+    names = dict.fromkeys((*modules, *asked))
+    return {name: package for name in names if (package := installed.requirement(name, modules.get(name)))}
 
 
 def _quantized(program: Program) -> QuantizedEntry | None:

@@ -22,6 +22,7 @@ from rewriter.emit.files.output_files import CHAT_TEMPLATES
 from rewriter.ir import Program
 from rewriter.output.manifest import FORMER_GOLDEN, Manifest, read_manifest
 from rewriter.output.names import MANIFEST
+from rewriter.passes import installed
 from rewriter.passes.base import bound_ranks
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
@@ -63,6 +64,7 @@ def open_output(directory: str | os.PathLike[str], trained: bool = False) -> Ope
     and cannot, with the reason."""
     root = Path(directory)
     manifest = read_manifest(root)
+    check_packages(manifest)
     timing = [entry.name for entry in manifest.passes if entry.kind == "timing only"]
     if timing:
         raise RewriterError(f"{root}: {timing[0]} is for timing only. There is nothing to train.")
@@ -123,8 +125,20 @@ def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
     return out
 
 
+def check_packages(manifest: Manifest) -> None:
+    """Raise RewriterError if a pass of the recipe is of a package that is not installed here."""
+    for name, package in manifest.packages.items():
+        if name not in installed.names():
+            raise RewriterError(
+                f"pass {name!r} of this output is of the package {package}, which is not installed. "
+                f"Install it: pip install {package}"
+            )
+
+
 def applied_recipe(manifest: Manifest) -> Recipe:
-    """The recipe as it was applied, with every option as it was measured or overridden."""
+    """The recipe as it was applied, with every option as it was measured or overridden. Raises RewriterError as
+    `check_packages` does."""
+    check_packages(manifest)
     unnamed = {"summary": "Rewritten by a list of passes.", "paper": "-"}
     return Recipe.model_validate(unnamed | dict(manifest.recipe))
 

@@ -213,7 +213,8 @@ def _quantized(sent: QuantizedEntry) -> Iterator[str]:
 
 def _passes(manifest: Manifest) -> Iterator[str]:
     yield "## What was done"
-    rows = [(p.name, p.kind, p.summary) for p in manifest.passes]
+    packages = {name: f"{name} ({package})" for name, package in manifest.packages.items()}
+    rows = [(packages.get(p.name, p.name), p.kind, p.summary) for p in manifest.passes]
     yield _table(
         ("pass", "kind", "what it did"), [*rows, *((s.name, "not applied", s.reason) for s in manifest.skipped)]
     )

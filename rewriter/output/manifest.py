@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,6 +17,9 @@ from rewriter.output.names import MANIFEST
 GOLDEN = "verification/golden.tensors"
 FORMER_GOLDEN = "golden.safetensors"  # where earlier versions wrote it; the manifest says which one an output has
 SCHEMA = 1
+
+
+Requirement = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+$")]
 
 
 class _Part(BaseModel):
@@ -213,7 +216,8 @@ class Manifest(_Part):
     where weights are as they were before the rewrite, `padding` where no sizes were padded. `positions` are those of
     the table in which the model looks positions up, beyond which it cannot read; None where it computes them. `unused`
     are the tensors that the model has no parameter for. `refreshed` are the versions that its code was written by
-    before `rewrite refresh` wrote it anew, oldest first.
+    before `rewrite refresh` wrote it anew, oldest first. `packages` names the installed package of each pass of the
+    recipe that `rewriter` does not ship, as pip takes it: `{"damp": "rewriter-damp==0.1"}`.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -234,6 +238,7 @@ class Manifest(_Part):
     padding: Padding | None = None
     unused: list[str] = []
     refreshed: list[dict[str, str]] = []
+    packages: dict[str, Requirement] = {}
     files: dict[str, str]
     job: dict[str, Any] | None = None
 
@@ -258,9 +263,10 @@ def damage(manifest: Manifest) -> str | None:
     )
 
 
-def healing(directory: str | os.PathLike[str]) -> str:
-    """The command that heals the output in `directory`."""
-    return f"rewrite adapt {shlex.quote(os.fspath(directory))} --out healed --tokens 24576"
+def healing(directory: str | os.PathLike[str], out: str | None = None, tokens: int = 100_000) -> str:
+    """The command, for a shell, that heals the output in `directory`; `out` is next to it by default."""
+    name = os.fspath(directory)
+    return shlex.join(["rewrite", "adapt", name, "--out", out or f"{name.rstrip('/')}-healed", "--tokens", f"{tokens}"])
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -1,6 +1,7 @@
 """The rewrites: one file, one pass, from a Program to a Program.
 
-A pass that ships stands in `available`. Another one is given to a recipe: `Recipe.load("mine.yaml").knowing(Mine)`.
+A pass that ships stands in `available`. An installed package registers others as entry points (`installed`). One of
+neither is given to a recipe: `Recipe.load("mine.yaml").knowing(Mine)`.
 """
 
 from __future__ import annotations
@@ -32,3 +33,20 @@ def available() -> dict[str, type[Pass]]:
         Overlap, NoCommunication, SequenceParallel, QuantizeCollectives,
     )  # fmt: skip
     return {p.name: p for p in passes}
+
+
+def find(name: str) -> type[Pass] | None:
+    """The pass of that name, shipped or of an installed package; None if there is none.
+
+    Raises RewriterError as `rewriter.passes.installed.find` does.
+    """
+    from rewriter.passes import installed
+
+    return installed.find(name, available())
+
+
+def known() -> tuple[str, ...]:
+    """The names of all passes, shipped and of installed packages."""
+    from rewriter.passes import installed
+
+    return (*available(), *installed.names())

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from rewriter import passes
 from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.common.yaml_documents import Problem
 from rewriter.passes import selection
@@ -43,13 +44,21 @@ Where = Callable[[int, str | None], Problem]
 """Line and name of an option (or of the pass itself, where the option is None) of the pass at an index."""
 
 
-def instances(specs: Sequence[PassSpec], known: Mapping[str, type], where: Where) -> tuple[list[Any], list[Problem]]:
-    """The passes that `specs` name, and every fault found on the way. The list is complete where there is no fault."""
+def instances(specs: Sequence[PassSpec], own: Mapping[str, type], where: Where) -> tuple[list[Any], list[Problem]]:
+    """The passes that `specs` name, and every fault found on the way. The list is complete if there is no fault.
+
+    `own` are passes that are neither shipped nor of an installed package; of a name, they come first.
+    """
     built: list[Any] = []
     problems: list[Problem] = []
     for index, spec in enumerate(specs):
-        pass_type = known.get(spec.pass_name)
+        try:
+            pass_type = own.get(spec.pass_name) or passes.find(spec.pass_name)
+        except RewriterError as error:
+            problems.append(Problem(where(index, None).line, str(error)))
+            continue
         if pass_type is None:
+            known = dict.fromkeys((*passes.known(), *own))
             unknown = f"unknown pass {spec.pass_name!r}. {did_you_mean(spec.pass_name, known)}"
             problems.append(Problem(where(index, None).line, unknown))
             continue

@@ -83,12 +83,15 @@ class Recipe(Strict):
     """A named list of passes with their options.
 
     `Recipe.load("ladder")` reads a shipped recipe, `Recipe.load("mine.yaml")` a file. Every fault of a file is raised
-    at once, as one RewriterError with line numbers.
+    at once, as one RewriterError with line numbers. `kind` and `recommended` (the purpose that it is recommended for)
+    are for the listing of `rewrite recipes`; nothing else reads them.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
     summary: Text
     paper: Text
+    kind: catalogue.Kind | None = None
+    recommended: Text | None = None
     passes: Annotated[tuple[PassSpec, ...], Field(min_length=1)]
     adapt: Adaptation | None = None
     measured: MeasuredRecipe | None = None
@@ -165,8 +168,8 @@ class Recipe(Strict):
     def knowing(self, *passes: type[Any]) -> Self:
         """A copy that also finds these subclasses of `rewriter.passes.base.Pass`, by their names.
 
-        It is how a pass outside the package is used. A file names it as it does any other pass; whoever reads the file
-        has to hand the class in.
+        For a pass that no installed package registers. A file names it as it does any other pass; whoever reads the
+        file has to hand the class in.
         """
         copy = self._with_specs(self.passes, {})
         copy._own_passes = {**self._own_passes, **{p.name: p for p in passes}}
@@ -182,15 +185,13 @@ class Recipe(Strict):
 
         Raises RewriterError with every unknown pass, unknown option and value of the wrong type, each with its line.
         """
-        from rewriter import passes
-
-        built, problems = instances(self.passes, {**passes.available(), **self._own_passes}, self._where)
+        built, problems = instances(self.passes, self._own_passes, self._where)
         if problems:
             raise RewriterError(_report(self._source or self.name, problems))
         return built
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data in the order of the file, as the manifest keeps it."""
+        """Plain data in the order of the file, as the manifest keeps it: without `kind` and `recommended`."""
         data: dict[str, Any] = {"name": self.name, "summary": self.summary, "paper": self.paper}
         data["passes"] = [spec.to_dict() for spec in self.passes]
         if self.adapt is not None:
@@ -208,7 +209,7 @@ class Recipe(Strict):
         return f"<div><b>{escape(self.name)}</b>: {escape(self.summary)}</div><table>{rows}</table>"
 
     def to_yaml(self) -> str:
-        """A recipe file that `Recipe.parse` reads back as this recipe, overrides included."""
+        """A recipe file of `to_dict`, overrides included: `Recipe.parse` reads it back."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
 
     def _target(self, key: str) -> tuple[int, str]:
@@ -257,14 +258,13 @@ def _problems_of_readable_passes(document: Document) -> list[Problem]:
             places.append(index)
     if not specs:
         return []
-    from rewriter import passes
 
     def where(index: int, option: str | None) -> Problem:
         name = specs[index].pass_name
         location: Location = ("passes", places[index], *([option] if option else []))
         return Problem(document.line(location), f"{name}.{option}" if option else name)
 
-    return instances(specs, passes.available(), where)[1]
+    return instances(specs, {}, where)[1]
 
 
 def _override_value(key: str, value: Any) -> Any:

@@ -1,20 +1,19 @@
-"""A rewrite in one file: what CONTRIBUTING.md walks through. Nothing else in the project knows of it."""
+"""The pass that docs/howto/add-a-pass.md prints. Nothing else in the project knows of it."""
 
 from __future__ import annotations
 
 import json
-import operator
 import re
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import zoo
+from page_files import page_files
 from repository import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,67 +22,33 @@ from rewriter import api
 from rewriter.check.comparison import relative_error
 from rewriter.check.shrunken_check import check_shrunken
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.ir import Program
-from rewriter.ir.marks import Mode, mark
 from rewriter.output.manifest import GOLDEN, read_manifest
 from rewriter.output.sum_schedule import Sum, schedule_of
-from rewriter.passes.base import Effect, Pass, record
-from rewriter.passes.residual_rewrite import chosen_blocks
-from rewriter.passes.selection import Selection, resolve
 from rewriter.recipes import Recipe
 
-HALF = Mode("half", "adds half of what it computes", prefix="Half")
+
+def printed(file: str) -> Any:
+    """The module that the page prints, handed over to recipes and not installed."""
+    module = ModuleType(Path(file).stem)
+    exec(compile(page_files(ROOT / "docs/howto/add-a-pass.md")[file], file, "exec", dont_inherit=True), module.__dict__)
+    return module
 
 
-@dataclass(frozen=True)
-class HalfResidual(Pass):
-    """x ← x + f(x) / 2 in the selected layers."""
-
-    layers: Selection = "all"
-
-    name: ClassVar[str] = "half_residual"
-    effect: ClassVar[Effect] = "approximating"
-
-    def apply(self, program: Program) -> Program:
-        blocks = chosen_blocks(program, self.name, self.layers)
-        graph, copy_of = program.edit()
-        for block in blocks:
-            for write in block.writes:
-                written = copy_of[write]
-                with graph.inserting_after(written):
-                    half = graph.call_function(operator.mul, (written, 0.5))
-                written.replace_all_uses_with(half, delete_user_cb=lambda user, half=half: user is not half)
-                mark(half, layer=block.layer, block=block.index)
-            mark(copy_of[block.add], mode=HALF)
-        return record(program, self, f"{len(blocks)} blocks add half of what they compute", graph=graph)
-
-    def oracle(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
-        return halved(model, resolve(self.layers, model.config.num_hidden_layers))
+DAMP = printed("rewriter_damp.py")
+Damp = DAMP.Damp
 
 
-@contextmanager
-def halved(model: PreTrainedModel, layers: Collection[int]) -> Iterator[PreTrainedModel]:
-    """Within the `with`, attention and MLP of these layers of an eager Llama return half of what they compute."""
-
-    def half(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        return (output[0] / 2, *output[1:]) if isinstance(output, tuple) else output / 2
-
-    chosen = [model.model.layers[layer] for layer in layers]
-    handles = [m.register_forward_hook(half) for layer in chosen for m in (layer.self_attn, layer.mlp)]
-    try:
-        yield model
-    finally:
-        for handle in handles:
-            handle.remove()
+def halved(model: PreTrainedModel, layers: Collection[int]) -> AbstractContextManager[PreTrainedModel]:
+    return DAMP.damped(model, layers, 0.5)
 
 
 RECIPE = """
-name: half-residual
+name: damp
 summary: Half of what each block computes, in the upper half of the layers.
 paper: "none: an example"
 passes:
   - pass: tensor_parallel
-  - pass: half_residual
+  - pass: damp
     layers: upper-half
   - pass: overlap
     optional: true
@@ -91,7 +56,7 @@ passes:
 
 
 def recipe() -> Recipe:
-    return Recipe.parse(RECIPE).knowing(HalfResidual)
+    return Recipe.parse(RECIPE).knowing(Damp)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +68,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("out") / "half"
+    out = tmp_path_factory.mktemp("out") / "damped-0.5"
     api.convert(source, recipe(), out=out, tp=2)
     return out
 
@@ -140,28 +105,28 @@ def test_the_golden_logits_are_the_oracles(converted: Path) -> None:
 
 
 def test_generated_code_is_named_after_the_mode(converted: Path) -> None:
-    assert "class HalfLlamaDecoderLayer" in (converted / "runtime" / "tp2" / "module.py").read_text()
+    assert "class DampedLlamaDecoderLayer" in (converted / "runtime" / "tp2" / "module.py").read_text()
 
 
 def test_it_is_inspected(source: Path) -> None:
     data = api.inspect(source / "config.json", recipe(), tp=2).data
-    assert [entry["name"] for entry in data["passes"]] == ["tensor_parallel", "half_residual", "overlap"]
-    assert [block["mode"] for block in data["blocks"]] == ["standard"] * 4 + ["half"] * 4
+    assert [entry["name"] for entry in data["passes"]] == ["tensor_parallel", "damp", "overlap"]
+    assert [block["mode"] for block in data["blocks"]] == ["standard"] * 4 + ["damped-0.5"] * 4
 
 
 def test_its_plan_and_its_diff_name_its_mode(source: Path) -> None:
     plan = api.inspect(source / "config.json", recipe(), tp=2).plan
-    assert re.search(r"^layers 2–3: .*\n.*\n  self_attn +half +x +at once", plan, re.MULTILINE)
+    assert re.search(r"^layers 2–3: .*\n.*\n  self_attn +damped-0.5 +x +at once", plan, re.MULTILINE)
     difference = api.diff(source / "config.json", recipe=recipe(), tp=2)
     layers = json.loads(difference.to_json())["layers"]
     assert [[block["mode"] for block in layer["after"]["blocks"]] for layer in layers] == [
-        ["standard", "standard"], ["half", "half"],
+        ["standard", "standard"], ["damped-0.5", "damped-0.5"],
     ]  # fmt: skip
 
 
 def test_an_engine_is_told_what_its_mode_means(converted: Path) -> None:
     config = json.loads((converted / "config.json").read_text())
-    assert config["rewriter_modes"] == {"standard": {}, "half": {"factor": 0.5}}
+    assert config["rewriter_modes"] == {"standard": {}, "damped-0.5": {"factor": 0.5}}
     steps = schedule_of(SimpleNamespace(**config)).layers
     assert [[(step.factor, step.sum) for step in layer] for layer in steps] == [
         [(factor, Sum.INSIDE)] * 2 for factor in (1.0, 1.0, 0.5, 0.5)
@@ -170,33 +135,22 @@ def test_an_engine_is_told_what_its_mode_means(converted: Path) -> None:
 
 def test_it_is_predicted(source: Path) -> None:
     found = api.predict(source / "config.json", ["tensor-parallel", recipe()], api.Workload(tp=2))
-    assert [prediction.recipe for prediction in found.predictions] == ["tensor-parallel", "half-residual"]
+    assert [prediction.recipe for prediction in found.predictions] == ["tensor-parallel", "damp"]
 
 
 def test_a_fault_in_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = HalfResidual.apply
-    monkeypatch.setattr(HalfResidual, "apply", lambda self, program: right(HalfResidual("last:1"), program))
+    right = Damp.apply
+    monkeypatch.setattr(Damp, "apply", lambda self, program: right(Damp(layers="last:1"), program))
     with pytest.raises(VerificationError, match="rewritten = its reference"):
-        check_shrunken(zoo.config("llama"), [HalfResidual("upper-half")])
+        check_shrunken(zoo.config("llama"), [Damp(layers="upper-half")])
 
 
 def test_without_an_oracle_it_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HalfResidual, "oracle", None)
-    with pytest.raises(RewriterError, match="half_residual: no independent reference to verify it with"):
-        check_shrunken(zoo.config("llama"), [HalfResidual()])
+    monkeypatch.setattr(Damp, "oracle", None)
+    with pytest.raises(RewriterError, match="damp: no independent reference to verify it with"):
+        check_shrunken(zoo.config("llama"), [Damp()])
 
 
 def test_a_recipe_that_does_not_know_it_refuses() -> None:
-    with pytest.raises(RewriterError, match="unknown pass 'half_residual'"):
+    with pytest.raises(RewriterError, match="unknown pass 'damp'"):
         Recipe.parse(RECIPE).build()
-
-
-def test_the_chapter_is_this_file() -> None:
-    """Every Python and YAML block of the chapter stands here, line for line."""
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    chapter = page.split("## Add a rewrite in an hour")[1].split("\n## ")[0]
-    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", chapter, re.DOTALL)
-    assert len(blocks) >= 5
-    here = Path(__file__).read_text(encoding="utf-8")
-    for block in blocks:
-        assert block in here, block
