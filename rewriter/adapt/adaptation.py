@@ -38,6 +38,7 @@ from rewriter.convert.rewritten_source import Opened, open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.files.output_directory import sha256_of
 from rewriter.output.manifest import AdaptationEntry
+from rewriter.recipes.verdicts import gap_closed, of_adaptation
 from rewriter.runtime.loading import rank_device
 from rewriter.tracing.meta_model import load_config
 from rewriter.weights import Checkpoint
@@ -45,15 +46,20 @@ from rewriter.weights import Checkpoint
 
 @dataclass(frozen=True)
 class AdaptReport:
-    """The result of a run: its directory, the losses by name (nats per target), and the manifest's entry."""
+    """The result of a run: its directory, the losses by name (nats per target), and the manifest's entry. `source`: the
+    directory that was trained."""
 
     out: str
     losses: dict[str, float]
     adaptation: dict[str, Any]
+    source: str = ""
 
     def to_json(self) -> str:
-        """The report as JSON."""
-        return json_text(asdict(self), indent=2)
+        """The report as JSON, with the share of the gap to the original's loss that was closed (`gap_closed`), the
+        verdict on the output and the next command (`verdict`, `next`)."""
+        values = asdict(self)
+        closed = gap_closed(self.losses) if "original" in self.losses else None
+        return json_text(values | {"gap_closed": closed} | of_adaptation(values, self.source)._asdict(), indent=2)
 
 
 def adapt(
@@ -138,7 +144,7 @@ def adapt(
     with ExitStack() as claim:
         ranks.on_first(lambda: claim.enter_context(checkpoints.claimed(final, described, resume)))
         entry = _train(run, final, verify)
-    return AdaptReport(str(final), entry.losses, entry.model_dump())
+    return AdaptReport(os.fspath(out), entry.losses, entry.model_dump(), os.fspath(directory))
 
 
 def _check(opened: Opened, out: Path) -> None:

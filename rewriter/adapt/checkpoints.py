@@ -10,6 +10,7 @@ import fcntl
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,7 +154,7 @@ def save(
         torch.save(optimizer.state_dict(), place / _own_optimizer(ranks))
     else:
         state["optimizer"] = {f"part-{own}": get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
-    with _plain_errors(place):
+    with _plain_errors(place), _no_warning_of_one_process():
         write_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
     torch.save(_random_state(), place / f"random-{ranks.rank}.pt")
     if ranks.first:
@@ -211,8 +212,16 @@ def _own_optimizer(ranks: RunRanks) -> str:
 
 def _read(place: Path, state: dict[str, Any], ranks: RunRanks) -> None:
     """Read what `save` wrote into `state`."""
-    with _plain_errors(place):
+    with _plain_errors(place), _no_warning_of_one_process():
         read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+
+
+@contextmanager
+def _no_warning_of_one_process() -> Iterator[None]:
+    """torch warns if it saves or loads in a single process, also if it is asked to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -322,7 +323,9 @@ def _with_adapters(module: nn.Module, rank: int, opened: Opened) -> nn.Module:
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     config.exclude_modules = sorted({name.rpartition(".")[0] for name in beside_text(module)}) or None
     try:
-        return get_peft_model(module, config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # which peft reads
+            return get_peft_model(module, config)
     except ValueError as error:
         raise RewriterError(f"--lora {rank}: {opened.root}: {' '.join(str(error).split()):.300}") from error
 

@@ -41,8 +41,8 @@ def adapt(
 ) -> None:
     """Fine-tune DIR, which `rewrite` wrote, and write the result to DIR2.
 
-    Settings follow from the tokens of the run, or for sft from the recipe, where --set does not say. With --tp, --sp or
-    --ep it starts as many ranks on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
+    Settings follow from the tokens of the run, or for sft from the recipe, unless --set gives them. With --tp, --sp or
+    --ep it starts these ranks on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
     """
     if tp * sp * ep > 1 and not launching.is_rank():
         launching.start_ranks(context.obj, tp * sp * ep)

@@ -1,4 +1,4 @@
-"""The commands put together, the rule that a first word that is no command is MODEL, and how failures are reported."""
+"""All commands with their examples, the rule that a first word that is no command is MODEL, and reports of failures."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ from rewriter.cli import (
     search,
     serve,
 )
+from rewriter.cli.command_help import WIDEST, command_with, group_with
 from rewriter.common.errors import RewriterError, nearest, shortened
 from rewriter.common.packages import VERSION
 from rewriter.common.processes import end_with_job, leaving_on_signals, report
 
 HELP = """Rewrite a language model so that it communicates less when it is sharded.
 
-\b
-  rewrite MODEL --recipe NAME    converts a checkpoint; its options: rewrite MODEL --help
-  rewrite recipes                lists the recipes
-
-MODEL is a Hugging Face directory or a hub id. A first word that is none of the commands below is MODEL;
-write ./inspect for a directory that is called like a command.
+MODEL is a Hugging Face directory or a hub id; DIR is a directory that `rewrite MODEL` wrote. A first word that is no
+command is MODEL: `rewrite MODEL --recipe NAME` is `rewrite convert MODEL --recipe NAME`. Write ./inspect for a
+directory that is called like a command.
 """
 
 EPILOG = "REWRITER_DEBUG=1 shows the traceback of a failure, and the IR between passes with the time of each."
@@ -48,37 +46,144 @@ _PLAIN: dict[str, Any] = dict(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
 )
 # Of an OSError: what is wrong with a path that was given, and not with the machine.
 _OF_PATHS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG,
 )  # fmt: skip
-_USAGE = "MODEL --recipe NAME | COMMAND ..."
+_USAGE = "MODEL --recipe NAME [OPTIONS] | COMMAND ..."
+SECTIONS = {
+    "Start": ("convert", "recipes"),
+    "Decide": ("inspect", "predict", "search", "fabrics", "coverage"),
+    "Heal": ("adapt",),
+    "Run": ("generate", "serve", "reshard", "refresh", "export"),
+    "Check": ("verify", "diff", "bisect", "doctor"),
+}
+"""The commands by the heading under which `rewrite --help` lists them."""
+
 commands = typer.Typer(
-    name="rewrite", help=HELP, epilog=EPILOG, subcommand_metavar=_USAGE, options_metavar="", **_PLAIN
-)
+    name="rewrite", help=HELP, epilog=EPILOG, subcommand_metavar=_USAGE, **_PLAIN,
+    cls=group_with(
+        "rewrite Qwen/Qwen3-8B --recipe ladder-upper-half --tp 8 --out ladder",
+        "rewrite adapt ladder --out healed --tokens 100000",
+        'rewrite generate healed --prompt "The sky is"',
+        sections=SECTIONS,
+    ),
+)  # fmt: skip
 conversion = typer.Typer(**_PLAIN)
 
-conversion.command(options_metavar="--recipe NAME [OPTIONS]")(convert.convert)
-commands.command(short_help="Show what a model or a recipe communicates.")(explain.inspect)
-commands.command(short_help="Predict what recipes gain on a cluster.")(predict.predict)
-commands.command(short_help="Search the fastest mix of rewrites that a model bears.")(search.search)
+_CONVERT = command_with(
+    "rewrite Qwen/Qwen3-8B --recipe ladder-upper-half --tp 8 --out ladder",
+    "rewrite Qwen/Qwen3-8B --recipe fit-tp --tp 3,6 --dtype bf16",
+    "rewrite models/mine --recipe ladder --set ladder.layers=last:20 --dry-run",
+)
+conversion.command(cls=_CONVERT)(convert.convert)
+commands.command(short_help="Convert MODEL by a recipe; `convert` may be left out.", cls=_CONVERT)(convert.convert)
+commands.command(
+    short_help="Show what a model or a recipe communicates.",
+    cls=command_with(
+        "rewrite inspect Qwen/Qwen3-8B --tp 8",
+        "rewrite inspect Qwen/Qwen3-8B --recipe ladder-upper-half --tp 8",
+        "rewrite inspect Qwen/Qwen3-8B --recipe fit-tp --tp 3 --plan",
+    ),
+)(explain.inspect)
+commands.command(
+    short_help="Predict what recipes gain on a cluster.",
+    cls=command_with(
+        "rewrite predict Qwen/Qwen3-8B --recipe ladder-upper-half --fabric pcie-gen5",
+        "rewrite predict Qwen/Qwen3-8B --recipe ladder --recipe desync-2x --tp 4",
+        "rewrite predict models/mine --recipe prefill-int8 --prompt 8192 --json",
+    ),
+)(predict.predict)
+commands.command(
+    short_help="Search the fastest mix of rewrites that a model bears.",
+    cls=command_with(
+        "rewrite search Qwen/Qwen3-8B --fabric h100-nvlink --tp 8 --loss 1%",
+        "rewrite search models/mine --fabric pcie-gen5 --calibration text.txt",
+        "rewrite search models/mine --batch 16 --out mine.yaml --html search.html",
+    ),
+)(search.search)
 commands.add_typer(recipes.app, name="recipes", short_help="List, show or check recipes.")
 commands.add_typer(fabrics.app, name="fabrics", short_help="List, show or measure fabrics.")
-commands.command(short_help="Fine-tune a written output.")(adapt.adapt)
-commands.command(short_help="Try every rewrite on every model type.")(coverage.coverage)
-commands.command(short_help="Check a written output again.")(outputs.verify)
-commands.command(short_help="Compare an output with its source, or two.")(explain.diff)
-commands.command(short_help="Find where a computation goes wrong.")(explain.bisect)
-commands.command(short_help="Add a module for another number of ranks.")(outputs.reshard)
-commands.command(short_help="Write an output's code anew.")(outputs.refresh)
-commands.command(short_help="Continue a text on real ranks.")(generate.generate)
-commands.command(short_help="Serve an output by vLLM or transformers.", options_metavar="[OPTIONS]")(serve.serve)
-commands.command(short_help="Write an output as ONNX.")(outputs.export)
-commands.command(short_help="Show what works on this machine.")(doctor.doctor)
+commands.command(
+    short_help="Fine-tune a written output.",
+    cls=command_with(
+        "rewrite adapt ladder --out healed --tokens 100000",
+        "rewrite adapt ladder --out healed --data chats.jsonl --method sft",
+        "rewrite adapt ladder --out healed --tokens 100000 --tp 2 --resume",
+    ),
+)(adapt.adapt)
+commands.command(
+    short_help="Try every rewrite on every model type.",
+    cls=command_with(
+        "rewrite coverage llama qwen3",
+        "rewrite coverage --jobs 8 --json",
+        "rewrite coverage gemma3 --images",
+    ),
+)(coverage.coverage)
+commands.command(
+    short_help="Check a written output again.",
+    cls=command_with("rewrite verify ladder", "rewrite verify ladder --json", "rewrite verify gemma-ladder --images"),
+)(outputs.verify)
+commands.command(
+    short_help="Compare an output with its source, or two.",
+    cls=command_with(
+        "rewrite diff ladder --html diff.html",
+        "rewrite diff ladder healed --no-tensors",
+        "rewrite diff Qwen/Qwen3-8B --recipe ladder --tp 8 --ir",
+    ),
+)(explain.diff)
+commands.command(
+    short_help="Find where a computation goes wrong.",
+    cls=command_with(
+        "rewrite bisect ladder",
+        "rewrite bisect ladder --source models/mine --weights shrunken",
+        "rewrite bisect models/mine --recipe mine.yaml --tp 2",
+    ),
+)(explain.bisect)
+commands.command(
+    short_help="Add a module for another number of ranks.",
+    cls=command_with(
+        "rewrite reshard ladder --tp 4",
+        "rewrite reshard ladder --tp 4 --verify none",
+        "rewrite reshard healed --tp 2 --json",
+    ),
+)(outputs.reshard)
+commands.command(
+    short_help="Write an output's code again, for installed versions.",
+    cls=command_with("rewrite refresh ladder", "rewrite refresh ladder --verify none", "rewrite refresh healed --json"),
+)(outputs.refresh)
+commands.command(
+    short_help="Continue a text on real ranks.",
+    cls=command_with(
+        'rewrite generate healed --prompt "The sky is"',
+        'rewrite generate healed --message "Why is the sky blue?" --temperature 0.7',
+        "rewrite generate healed --prompts prompts.jsonl --max-new-tokens 256 --json",
+    ),
+)(generate.generate)
+commands.command(
+    short_help="Serve an output by vLLM or transformers.",
+    cls=command_with(
+        "rewrite serve healed --tp 8",
+        "rewrite serve healed --engine vllm -- --port 8001",
+        "rewrite serve healed --dry-run --json",
+    ),
+)(serve.serve)
+commands.command(
+    short_help="Write an output as ONNX.",
+    cls=command_with(
+        "rewrite export healed --onnx healed.onnx",
+        "rewrite export healed --onnx healed.onnx --json",
+        "rewrite export healed --onnx healed.onnx --trust-remote-code",
+    ),
+)(outputs.export)
+commands.command(
+    short_help="Show what works on this machine.",
+    cls=command_with("rewrite doctor", "rewrite doctor --json", "rewrite doctor > machine.txt"),
+)(doctor.doctor)
 
-COMMANDS = tuple(typer.main.get_command(commands).commands)  # type: ignore[attr-defined]
+COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,12 +34,13 @@ def convert(
     dequantize: options.Dequantize = False,
     drop_unused: options.DropUnused = False,
     trust_remote_code: options.TrustRemoteCode = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> None:
     """Convert MODEL by a recipe: an adapted Hugging Face checkpoint and a runtime module for --sp × --tp ranks.
 
     MODEL is a directory with config.json and safetensors, or a hub id. The result is verified before it is kept:
-    exit code 3, and no output, where it does not compute what the recipe says.
+    exit code 3, and no output, if it computes anything but the recipe.
     """
     overrides, degrees = with_also(parse_overrides(set or []), tp_also), parse_degrees(tp)
     ranks = degrees if len(degrees) > 1 else degrees[0]
@@ -65,7 +66,7 @@ def convert(
         return
     from rewriter.cli.rendering import print_report
 
-    print_report(report.to_json(), dry_run=dry_run)
+    print_report(report.to_json(), verbose=verbose)
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, str]:

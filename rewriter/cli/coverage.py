@@ -1,4 +1,4 @@
-"""`rewrite coverage [TYPE ...]`: what works on every causal LM that the installed transformers registers."""
+"""`rewrite coverage [TYPE...]`: what works on every causal LM that the installed transformers registers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 def coverage(
     types: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TYPE ...]", help="Model types. Without any: all."),
+        typer.Argument(metavar="TYPE", help="Model types.", show_default="all"),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Types at a time.")] = 1,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for one type.")] = 300.0,
     images: Annotated[bool, typer.Option("--images", help="Image-text types, each with a picture.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Try every rewrite on a small model of each causal-LM type of transformers, and say what does not work and why.
+    """Try every rewrite on a small model of each causal-LM type of transformers; name the failures and their reasons.
 
     Per type: the main job, `rewrite MODEL --recipe tensor-parallel --tp 2` and the same with ladder, each with text
-    from two ranks that has to be transformers' own; the share of the layers' parameters that these split; then what it
-    consists of: builds, traces, ladder, tensor parallelism on 2 and 4 ranks, desync, and the emitted checkpoint,
-    compared with the unmodified model or an independent reference. With --images, of types that take images: builds,
-    traces, ladder, 2 ranks and the emitted checkpoint by text, then that one with a picture.
+    from two ranks that has to equal transformers' own; the share of the layers' parameters that the ranks split; then
+    the parts of the job: builds, traces, ladder, tensor parallelism on 2 and 4 ranks, desync, and the emitted
+    checkpoint, compared with the unmodified model or an independent reference. With --images, for types that take
+    images: builds, traces, ladder, 2 ranks and the emitted checkpoint by text, then the checkpoint with a picture.
 
-    Exit code 3 where a result is wrong.
+    Exit code 3 if a result is wrong.
     """
     rows, checks = _run(types or [], jobs, limit, images)
     if json:

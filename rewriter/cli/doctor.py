@@ -10,7 +10,7 @@ from rewriter.cli import options
 def doctor(json: options.Json = False) -> None:
     """Show versions, devices and compilers, and which commands work here.
 
-    Exit code 2 where something is missing that every command needs. Paste its output into a bug report.
+    Exit code 2 if something is missing that every command needs. Paste its output into a bug report.
     """
     from rewriter.cli.doctor_report import examine
 

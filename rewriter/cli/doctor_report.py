@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -18,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.text import Text
 
 from rewriter.common.numbers import json_text, size
 from rewriter.common.packages import EXTRAS, VERSION, present
@@ -71,8 +73,31 @@ class Doctor:
     def ok(self) -> bool:
         return all(finding.state != "missing" for finding in self.findings)
 
+    @property
+    def verdict(self) -> str:
+        """One sentence: how many commands work here, and which do not."""
+        if not self.ok:
+            missing = ", ".join(finding.name for finding in self.findings if finding.state == "missing")
+            return f"Something that every command needs is missing: {missing}."
+        known = "What every command needs is here."
+        some = [one.name + " in part" * (one.works == "in part") for one in self.commands if one.works != "yes"]
+        if not some:
+            return f"{known} All commands work."
+        whole = f"{len(self.commands) - len(some)} of {len(self.commands)}"
+        return f"{known} {whole} commands work in full; not {_listed(some)}."
+
+    @property
+    def next(self) -> str:
+        """The command that mends the most important lack, else the first one to try."""
+        asked = [one for one in self.findings if one.state == "missing"]
+        if asked:
+            return next((one.next for one in asked if one.next.startswith("pip ")), "")
+        installs = (re.search(r"pip install [^)]+", one.missing) for one in self.commands)
+        return next((found[0] for found in installs if found), "rewrite recipes")
+
     def to_json(self) -> str:
-        return json_text({"ok": self.ok, "platform": platform.platform(), **asdict(self)}, indent=2)
+        about = {"ok": self.ok, "platform": platform.platform(), **asdict(self)}
+        return json_text(about | {"verdict": self.verdict, "next": self.next}, indent=2)
 
     def __rich__(self) -> RenderableType:
         table = plain_table(None, "", platform.platform(), "", whole=("",), **WIDE)
@@ -81,8 +106,12 @@ class Doctor:
         works = plain_table(None, "command", "works here", "missing", whole=("command", "works here"), **WIDE)
         for command in self.commands:
             works.add_row(command.name, command.works, escape(command.missing))
-        end = "What every command needs is here." if self.ok else "Something that every command needs is missing."
-        return Group(table, "", works, "", end)
+        end = [Text(f"Next: {self.next}")] if self.next else []
+        return Group(table, "", works, "", Text(self.verdict, "bold"), *end)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def examine() -> Doctor:

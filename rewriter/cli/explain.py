@@ -16,7 +16,7 @@ from rewriter.common.run_context import RunContext
 
 def inspect(
     model: options.Model,
-    recipe: Annotated[str | None, typer.Option(help="Show what this recipe would change.")] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Show what this recipe would change.")] = None,
     tp: options.Ranks = 1,
     tp_also: options.AlsoRanks = None,
     sp: options.SequenceRanks = 1,
@@ -30,11 +30,12 @@ def inspect(
         typer.Option("--plan", help="Show the plan of every layer: reads, sums, and how ranks hold each tensor."),
     ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> None:
     """Show a model's residual stream, collectives, bytes per token and memory per rank. Reads no weights.
 
-    With --recipe: before and after, and for every rule that did not fire, why.
+    With --recipe: before and after, and the reason for every rule that did not fire.
     """
     from rewriter import api
 
@@ -49,23 +50,27 @@ def inspect(
         return
     from rich.console import Console
 
-    Console().print(inspection)
+    from rewriter.explain.inspection_tables import tables
+
+    Console().print(tables(inspection.data, verbose=verbose))
 
 
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="An output, or a model.")],
     second: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="What A is compared with. Without it: A's source.")
+        str | None,
+        typer.Argument(metavar="B", help="An output or a model to compare A with.", show_default="A's source"),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="A is a model: compare it with what this recipe makes of it. Writes nothing.")
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A is a model: compare it with this recipe's result. Writes nothing."),
     ] = None,
     source: options.SourceModel = None,
     tp: options.Ranks = 1,
     sp: options.SequenceRanks = 1,
     set: options.Overrides = None,
-    code: Annotated[bool, typer.Option("--code", help="Print the generated code side by side too.")] = False,
-    ir: Annotated[bool, typer.Option("--ir", help="Print what each pass changed in the IR too.")] = False,
+    code: Annotated[bool, typer.Option("--code", help="Also print the generated code side by side.")] = False,
+    ir: Annotated[bool, typer.Option("--ir", help="Also print each pass's changes of the IR.")] = False,
     tensors: Annotated[bool, typer.Option(help="Compare tensors, which reads all weights.")] = True,
     html: options.Html = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -110,12 +115,13 @@ def bisect(
         str, typer.Argument(metavar="DIR", help="An output that does not verify; with --recipe, a model.")
     ],
     recipe: Annotated[
-        str | None, typer.Option(help="DIR is a model: find the pass of this recipe that goes wrong on it.")
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="DIR is a model: find the pass of this recipe that goes wrong on it."),
     ] = None,
     source: options.SourceModel = None,
     weights: Annotated[
         Literal["shrunken", "real"] | None,
-        typer.Option(help="What passes are run on. Without it: shrunken with --recipe, else real."),
+        typer.Option(help="Weights that the passes run on.", show_default="shrunken with --recipe, else real"),
     ] = None,
     tp: options.Ranks = 1,
     sp: options.SequenceRanks = 1,
@@ -123,9 +129,9 @@ def bisect(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Find the first pass, layer and statement at which an output parts from what it should compute.
+    """Find the first pass, layer and statement whose result is wrong.
 
-    Exit code 3 where they part, 0 where they do not.
+    Exit code 3 if a result is wrong, 0 if none is.
     """
     from rewriter.cli.progress import ProgressLine
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rewriter.common.numbers import json_text
-from rewriter.common.tables import WIDE, plain_table
+from rewriter.common.tables import WIDE, FittingTable, plain_table
 from rewriter.fabric import Fabric
 from rewriter.fabric.overlap import SHARES
 from rewriter.fabric.tables import SOURCE
@@ -23,13 +23,17 @@ def print_fabrics(shown: Sequence[Fabric], as_json: bool) -> None:
     if as_json:
         typer.echo(json_text([_header(one) | {"median_error": _error(one)} for one in shown], indent=2))
         return
-    table = plain_table(None, "fabric", "what it is", "collectives of", "error", whole=("fabric",), **WIDE)
-    for one in shown:
-        mark = "[yellow]modelled[/]  " if one.modelled else ""
-        libraries = ", ".join(one.libraries) or "formulas"
-        table.add_row(f"[bold]{one.name}[/]", mark + escape(one.summary), libraries, _percent(_error(one)))
+    rows = [
+        {
+            "fabric": f"[bold]{one.name}[/]",
+            "what it is": ("[yellow]modelled[/]  " if one.modelled else "") + escape(one.summary),
+            "collectives of": ", ".join(one.libraries) or "formulas",
+            "error": _percent(_error(one)),
+        }
+        for one in shown
+    ]
     console = Console(highlight=False)
-    console.print(table)
+    console.print(FittingTable([*rows[0]], rows, ("collectives of",), {"what it is": 40}, look=WIDE))
     console.print(
         "\nerror: of points left out of the tables, predicted by the others: the median.\n"
         "Figures and their sources: `rewrite fabrics show NAME`. Your own machine: `rewrite fabrics calibrate`."
@@ -65,16 +69,20 @@ def print_fabric(fabric: Fabric, as_json: bool) -> None:
     if not content["curves"]:
         console.print("\nNo measurements: durations are by formula (α-β).")
         return
-    columns = ("table", "collective", "ranks", "sizes", "smallest", "error", "worst")
-    curves = plain_table(None, *columns, numbers=columns[3:], **WIDE)
+    rows = []
     last = ""
     for row in content["curves"]:
-        curves.add_row(
-            escape(row["table"]) if row["table"] != last else "", row["collective"], str(row["ranks"]),
-            str(row["sizes"]), _time(row["latency_seconds"]),
-            _percent(row["median_error"]), _percent(row["worst_error"]),
+        rows.append(
+            {
+                "table": escape(row["table"]) if row["table"] != last else "",
+                "collective": row["collective"], "ranks": str(row["ranks"]), "sizes": str(row["sizes"]),
+                "smallest": _time(row["latency_seconds"]), "error": _percent(row["median_error"]),
+                "worst": _percent(row["worst_error"]),
+            }
         )  # fmt: skip
         last = row["table"]
+    look = WIDE | {"numbers": ("sizes", "smallest", "error", "worst")}
+    curves = FittingTable([*rows[0]], rows, ("sizes", "worst"), {"table": 26}, look=look)
     console.print()
     console.print(curves)
     console.print(

@@ -38,7 +38,7 @@ def generate(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.GenerationJson = False,
 ) -> None:
-    """Continue texts or answer messages, on as many ranks as the manifest names. Prints the text as it comes."""
+    """Continue texts or answer messages on the number of ranks in the manifest, or on --tp. Streams the text."""
     given = [value for value in (prompt, message, prompts) if value is not None]
     if len(given) != 1:
         raise RewriterError(f"generate: {len(given) or 'no'} prompts. {_ONE}")

@@ -17,6 +17,8 @@ from rewriter.common.run_context import RunContext
 from rewriter.predict.workload import Cluster, Draft, Workload
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from rewriter.predict.results import RecipeComparison
     from rewriter.predict.validation import Validation
 
@@ -49,6 +51,7 @@ def predict(
     validate: options.Validate = False,
     html: options.Html = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    verbose: options.Verbose = False,
     json: options.Json = False,
 ) -> None:
     """Predict prefill, time per token and exposed communication of recipes on a cluster. Needs no GPU and no weights.
@@ -76,6 +79,8 @@ def predict(
         require_place(html, "--html")
     from rewriter import api
     from rewriter.predict.engines import engine_named
+    from rewriter.predict.next_command import next_words
+    from rewriter.show.predict import ComparisonReport
 
     engine_named(engine)  # also where it is not used
     workload = Workload(
@@ -97,10 +102,11 @@ def predict(
     validation = api.validate(model, recipe, here, alone, context=context) if validate else None
     if html is not None:
         _write_page(html, comparison, validation, fabric, command.obj or [])
+    words = next_words(comparison, command.obj or [], model, recipe)
     if json:
-        _print_json(comparison, validation)
+        _print_json(comparison, validation, words)
     else:
-        _print_tables(comparison, validation, pareto, html)
+        _print_tables(ComparisonReport(comparison, pareto, verbose), validation, html, words)
 
 
 def _draft(text: str | None) -> Draft | None:
@@ -128,10 +134,10 @@ def _write_page(
     write_text(file, predict_page(comparison, shlex.join(["rewrite", *words]), figures, validation), "--html")
 
 
-def _print_json(comparison: RecipeComparison, validation: Validation | None) -> None:
+def _print_json(comparison: RecipeComparison, validation: Validation | None, words: Sequence[str]) -> None:
     from rewriter.predict.as_json import to_json
 
-    objects = to_json(comparison)
+    objects = to_json(comparison, words)
     if validation is not None:
         objects = [
             {**one, "validation": validation.of(one["recipe"])} if one.get("bound") is False else one
@@ -142,15 +148,18 @@ def _print_json(comparison: RecipeComparison, validation: Validation | None) -> 
         typer.echo(f"warning: {entry.recipe}: not predicted. {entry.reason}", err=True)
 
 
-def _print_tables(comparison: RecipeComparison, validation: Validation | None, pareto: bool, html: Path | None) -> None:
+def _print_tables(
+    report: RenderableType, validation: Validation | None, html: Path | None, words: Sequence[str]
+) -> None:
     from rich.console import Console
 
-    from rewriter.show.predict import ComparisonReport
+    from rewriter.cli.rendering import print_next
 
     console = Console(highlight=False)
-    console.print(ComparisonReport(comparison, pareto))
     if validation is not None:
-        console.print()
         console.print(validation)
+        console.print()
+    console.print(report)
+    print_next(console, shlex.join(words))
     if html is not None:
         typer.echo(f"\nwrote {html}")

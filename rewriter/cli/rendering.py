@@ -9,40 +9,65 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from rewriter.common.tables import WIDE, plain_table
+from rewriter.common.tables import WIDE, FittingTable, plain_table
 
 
-def print_report(text: str, *, dry_run: bool = False) -> None:
-    """Print the JSON of a report as tables: the passes, the verification, the communication before and after."""
+def print_report(text: str, *, verbose: bool = False) -> None:
+    """Print the JSON of a report as tables: the passes, the verification, the communication, the verdict.
+
+    `verbose`: with routine passes that found nothing to change, and the notes of routine passes.
+    """
     report: dict[str, Any] = json.loads(text)
     console = Console(highlight=False)
     console.print(
         f"[bold]{escape(str(report['model']))}[/] → [bold]{escape(_value(report['recipe']))}[/]"
         + (f" on {escape(_value(report['mesh']))}\n" if report.get("mesh") else "\n")
     )
-    console.print(_passes(report.get("passes") or []))
+    console.print(_passes(report.get("passes") or [], verbose))
     for title in ("verification", "communication"):
         if content := report.get(title):
             sides = all(isinstance(content.get(side), Mapping) for side in ("before", "after"))
             console.print()
             console.print((comparison if sides else facts)(title, content))
-    verb = "would write" if dry_run else "wrote"
+    for note in report.get("notes") or []:
+        if verbose or " was not applied: " not in note:
+            console.print(f"\n[dim]{escape(note)}[/]")
+    verb = "would write" if report.get("dry_run") else "wrote"
     count = len(report.get("files") or [])
     console.print(f"\n{verb} [bold]{escape(str(report['out']))}[/]" + (f", {count} files" if count else ""))
+    print_verdict(console, report)
 
 
 def print_adaptation(text: str) -> None:
-    """Print the JSON of `rewrite adapt`'s report as tables: what was done, and the losses."""
+    """Print the JSON of `rewrite adapt`'s report as tables: what was done, the losses, the verdict."""
     report: dict[str, Any] = json.loads(text)
     done, console = report["adaptation"], Console(highlight=False)
     what = {name: done[name] for name in ("method", "data", "steps", "tokens", "seconds")}
     what["data"] = {"source": done["data"]} | {name: count for name, count in done["counts"].items() if count}
     console.print(facts("fine-tuning", what))
     console.print()
-    console.print(facts("loss (nats per target)", report["losses"]))
+    console.print(facts("loss (nats per target)", {LOSSES.get(k, k): loss for k, loss in report["losses"].items()}))
     console.print(f"[dim]on {escape(str(done['evaluation']))}[/]")
     console.print(f"\nwrote [bold]{escape(str(report['out']))}[/]")
+    print_verdict(console, report)
+
+
+LOSSES = {"original": "of the original", "before": "rewritten, before training", "after": "after training"}
+
+
+def print_verdict(console: Console, report: Mapping[str, Any]) -> None:
+    """Print `verdict` and `next` of a report's data, as its last lines."""
+    if said := report.get("verdict"):
+        console.print(Text(f"\n{said}", "bold"))
+    print_next(console, report.get("next") or "")
+
+
+def print_next(console: Console, command: str) -> None:
+    """Print the next command, if there is one, on one line whatever its length."""
+    if command:
+        console.print(Text(f"Next: {command}"), soft_wrap=True)
 
 
 def print_verification(verification: Mapping[str, Any]) -> None:
@@ -68,13 +93,16 @@ def comparison(title: str, content: Mapping[str, Any]) -> Table:
     return table
 
 
-def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
-    table = plain_table(None, "pass", "kind", "what it did", whole=("pass",), **WIDE)
+def _passes(passes: Sequence[Mapping[str, Any]], verbose: bool) -> FittingTable:
+    rows = []
     for entry in passes:
-        table.add_row(f"[bold]{escape(entry['name'])}[/]", escape(entry["kind"]), escape(str(entry["summary"])))
-        for note in entry.get("notes") or []:
-            table.add_row("", "", f"[dim]{escape(str(note))}[/]")
-    return table
+        routine = entry.get("routine", False)
+        if verbose or entry.get("fired", True) or not routine:
+            name = f"[bold]{escape(entry['name'])}[/]"
+            rows.append({"pass": name, "kind": escape(entry["kind"]), "what it did": escape(str(entry["summary"]))})
+        if verbose or not routine:
+            rows += [{"what it did": f"[dim]{escape(str(note))}[/]"} for note in entry.get("notes") or []]
+    return FittingTable(("pass", "kind", "what it did"), rows, ("kind",), {"what it did": 44}, look=WIDE)
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

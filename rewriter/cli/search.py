@@ -45,8 +45,8 @@ def search(
 ) -> None:
     """Search the fastest mix of rewrites within a rise in loss: measured on MODEL's weights, predicted on a fabric.
 
-    Writes the recipe, for `rewrite MODEL --recipe FILE`. What was measured is kept in --state: a search that was
-    interrupted goes on there, and one for another fabric or another --loss begins with it.
+    Writes the recipe, for `rewrite MODEL --recipe FILE`. The measurements are kept in --state: an interrupted search
+    continues from them, and a search for another fabric or another --loss starts with them.
     """
     from rewriter.common.files import require_place, write_text
 
@@ -74,7 +74,10 @@ def search(
 
         write_text(html, search_page(result, shlex.join(["rewrite", *(context.obj or [])])), "--html")
     if json:
-        typer.echo(json_text({**result.to_json(), "file": str(recipe)}, indent=2))
+        from rewriter.show.search import verdict
+
+        found = verdict(result, model, str(recipe))._asdict()
+        typer.echo(json_text({**result.to_json(), "file": str(recipe)} | found, indent=2))
         return
     _print(result, model, recipe, html)
 
@@ -94,13 +97,12 @@ def _name(model: str) -> str:
 def _print(result: SearchResult, model: str, recipe: Path, html: Path | None) -> None:
     from rich.console import Console
 
-    from rewriter.show.search import SearchReport, keep_the_model
+    from rewriter.cli.rendering import print_verdict
+    from rewriter.show.search import SearchReport, verdict
 
-    Console(highlight=False).print(SearchReport(result))
+    console = Console(highlight=False)
+    console.print(SearchReport(result))
     if html is not None:
         typer.echo(f"\nwrote {html}")
-    mesh = {"tp": result.measured.tp, "sp": result.measured.sp}
-    ranks = "".join(f" --{axis} {count}" for axis, count in mesh.items() if count > 1)
     typer.echo(f"\nwrote {recipe}")
-    if not keep_the_model(result):
-        typer.echo(f"  rewrite {shlex.join([model])} --recipe {shlex.join([str(recipe)])}{ranks}")
+    print_verdict(console, verdict(result, model, str(recipe))._asdict())

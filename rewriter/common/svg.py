@@ -38,11 +38,13 @@ def number(value: float) -> str:
 
 
 def svg(width: float, height: float, title: str, description: str, style: str, parts: Iterable[str]) -> str:
-    """An `<svg>` as wide as its place, at most its own `width`, that screen readers announce. `style`: CSS rules, none
-    where those of the page that it stands in are enough."""
+    """An `<svg>` for a page, which screen readers announce. It is as wide as its place: at most `width` pixels, and at
+    least 640 (or `width`, if that is less), so that it scrolls on a narrow page. `style`: CSS rules; empty if those of
+    the page are enough."""
+    widths = f"width:100%;min-width:{number(min(width, 640))}px;max-width:{number(width)}px"
     return (
         f'<svg viewBox="0 0 {number(width)} {number(height)}" role="img" aria-label="{escape(title)}" '
-        f'style="width:100%;max-width:{number(width)}px;height:auto"><desc>{escape(description)}</desc>'
+        f'style="{widths};height:auto"><desc>{escape(description)}</desc>'
         f"{f'<style>{style}</style>' if style else ''}{''.join(parts)}</svg>"
     )
 

@@ -162,7 +162,9 @@ def save(
         out=os.fspath(out),
         mesh=mesh_of(program),
         passes=[
-            {"name": e.name, "kind": e.kind, "summary": e.summary, "notes": list(e.notes)} for e in program.history
+            {"name": e.name, "kind": e.kind, "summary": e.summary, "notes": list(e.notes)}
+            | {"fired": e.fired, "routine": e.routine}
+            for e in program.history
         ],
         communication=communication(program),
         files=sorted([*layout.names(), CARD, MANIFEST]),
@@ -174,6 +176,7 @@ def save(
         program=program,
     )
     if options.dry_run:
+        report.dry_run = True
         check_free(Path(out))
         return report
     with OutputDirectory(out, options.resume, job_of(program, layout, options)) as output:

@@ -28,6 +28,7 @@ from rewriter.emit.manifest import versions
 from rewriter.ir import Program
 from rewriter.output.manifest import Manifest, read_manifest
 from rewriter.output.names import mesh_name
+from rewriter.passes import installed
 from rewriter.weights import Checkpoint
 from rewriter.weights.header import encode_header, read_header
 from rewriter.weights.references import references_text
@@ -184,6 +185,7 @@ def _renew(
     stale = manifest.adapted.modeling
     manifest.refreshed.append(dict(manifest.versions))
     manifest.versions = versions()
+    manifest.packages = {name: installed.requirement(name) or package for name, package in manifest.packages.items()}
     manifest.adapted.modeling, manifest.adapted.model_type = main.modeling, main.model_type
     for name, entry in manifest.runtime.items():
         new = layouts[name].runtime[name]

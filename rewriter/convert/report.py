@@ -13,11 +13,13 @@ from rewriter.ir.layer_drawing import program_drawing
 from rewriter.ir.phases import prompt_phase
 from rewriter.output.manifest import Verified
 from rewriter.passes.sequence.sequence_plans import bytes_per_token
+from rewriter.recipes.verdicts import of_conversion
 
 
 @dataclass
 class ConversionReport:
-    """Results of a conversion, or with `dry_run` what it would do. `to_json()` is what `--json` prints.
+    """Results of a conversion, or with `dry_run` what it would do. `to_json()` is what `--json` prints, with the
+    verdict on the output and the next command as `verdict` and `next`.
 
     `program` is what was written, for the drawing in notebooks; JSON leaves it out.
     """
@@ -32,6 +34,7 @@ class ConversionReport:
     files: list[str] = field(default_factory=list)
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
+    dry_run: bool = False
     program: Program | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -40,7 +43,7 @@ class ConversionReport:
     def to_json(self) -> str:
         """The report as JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "program"}
-        return json_text(values, indent=2)
+        return json_text(values | of_conversion(values)._asdict(), indent=2)
 
     def _repr_html_(self) -> str:
         rows = "".join(

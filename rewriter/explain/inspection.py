@@ -40,7 +40,7 @@ from rewriter.passes.sequence.sequence_costs import lower_bound
 from rewriter.passes.sequence.sequence_plans import MARGIN, PlanCost, attention_shapes, planning, plans, sequence_plan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, load_recipe
-from rewriter.recipes.unfired import standard_layers, unfired, without_measurements
+from rewriter.recipes.unfired import Rule, rule, skipped_rules, standard_layers, unfired, without_measurements
 from rewriter.tracing import trace, trace_skeleton
 from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.weights.checkpoint import has_weights
@@ -119,7 +119,7 @@ def inspect(
         "tokens": tokens,
         "recipe": loaded.name if loaded is not None else None,
         "passes": [
-            {"name": r.name, "kind": r.kind, "summary": r.summary}
+            {"name": r.name, "kind": r.kind, "summary": r.summary, "fired": r.fired, "routine": r.routine}
             | {"options": json.loads(json.dumps(r.options, default=list))}
             for r in after.history
         ],
@@ -158,19 +158,19 @@ def _paths(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _applied(original: Program, recipe: Recipe | None, tp: int, sp: int) -> tuple[Program | None, list[dict[str, str]]]:
+def _applied(original: Program, recipe: Recipe | None, tp: int, sp: int) -> tuple[Program | None, list[Rule]]:
     """(the program that the recipe makes, rules), without a program where the model has no stream to apply it to."""
     no_stream = why_no_stream(original)
     if recipe is None:
-        return None, [] if no_stream is None else [{"rule": "residual stream", "reason": no_stream}]
+        return None, [] if no_stream is None else [rule("residual stream", no_stream)]
     try:
         recipe, rules = without_measurements(recipe, partial(tensor_parallel, original, tp))
         after, skipped = apply_recipe(original, recipe, tp, sp=sp)
     except RewriterError as error:
         if no_stream is None:
             raise
-        return None, [{"rule": recipe.name, "reason": f"not applied. {error}"}]
-    return after, [*rules, *({"rule": name, "reason": reason} for name, reason in skipped)]
+        return None, [rule(recipe.name, f"not applied. {error}")]
+    return after, [*rules, *skipped_rules(recipe, skipped)]
 
 
 def _blocks(program: Program) -> list[dict[str, Any]]:

@@ -12,15 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import BYTES, amount, size
-from rewriter.common.tables import plain_table
+from rewriter.common.tables import FittingTable, plain_table
 from rewriter.passes.selection import spans
 
 
-def tables(data: Mapping[str, Any]) -> Group:
-    """Header, blocks, communication, plans for sharded tokens, memory and rules that did not fire."""
+def tables(data: Mapping[str, Any], verbose: bool = True) -> Group:
+    """Header, blocks, communication, plans for sharded tokens, memory and rules that did not fire; without `verbose`,
+    none of routine passes."""
     parts: list[RenderableType] = [_header(data)]
-    if data["passes"]:
-        parts.append(_entries("Passes", {"name": "pass", "kind": "kind", "summary": "what it did"}, data["passes"]))
+    if passes := [entry for entry in data["passes"] if verbose or entry["fired"] or not entry["routine"]]:
+        words = {"name": "pass", "kind": "kind", "summary": "what it did"}
+        parts.append(_entries("Passes", words, passes, ("kind",)))
     phases = data["phases"]
     if phases:
         parts.append(
@@ -40,9 +42,8 @@ def tables(data: Mapping[str, Any]) -> Group:
     if data["sequence"]:
         parts += _sequence(data["sequence"])
     parts.append(_memory(data["memory"], data["mesh"]))
-    if data["rules"]:
-        words = {"rule": "rule", "reason": "reason"}
-        parts.append(_entries("Where rules did not fire", words, data["rules"]))
+    if rules := [entry for entry in data["rules"] if verbose or not entry["routine"]]:
+        parts.append(_entries("Where rules did not fire", {"rule": "rule", "reason": "reason"}, rules))
     return Group(*[item for part in parts for item in (part, Text())])
 
 
@@ -67,33 +68,39 @@ def _beside(unused: Mapping[str, int]) -> str:
     return f" beside {amount(sum(unused.values()))} that a forward on text does not use ({', '.join(names)})"
 
 
-def _padding(padding: Mapping[str, Any]) -> Table:
+def _padding(padding: Mapping[str, Any]) -> RenderableType:
     """Sizes that were padded, and layouts: what a rank holds and computes, and what of it all is waste."""
-    columns = ("GPUs", "weights/rank", "waste", "products/token", "waste", "cache/token", "waste")
-    table = plain_table(f"Padded sizes: weights {padding['weights']:+.1%}", *columns, numbers=columns[1:], fold=columns)
+    columns = ("GPUs", "weights/rank", "waste", "products/token", "waste of products", "cache/token", "waste of cache")
+    headers = {"weights/rank": "weights\n/rank", "products/token": "products\n/token", "cache/token": "cache\n/token",
+               "waste of products": "waste", "waste of cache": "waste"}  # fmt: skip
+    rows = []
     for layout in padding["layouts"]:
         waste = layout["waste"]
-        table.add_row(
+        cells = (
             layout["layout"], size(layout["weight_bytes"]), f"{waste['weights']:.1%}",
             amount(layout["products_per_token"]), f"{waste['products']:.1%}",
             size(layout["cache_bytes_per_token"]), f"{waste['cache']:.1%}",
         )  # fmt: skip
+        rows.append(dict(zip(columns, cells, strict=True)))
+    dropped = ("waste of cache", "cache/token", "waste of products", "products/token")
+    table = FittingTable(
+        columns, rows, dropped, {"GPUs": 20}, f"Padded sizes: weights {padding['weights']:+.1%}", headers,
+        look={"numbers": columns[1:]},
+    )  # fmt: skip
     sizes = ", ".join(f"{s['setting']} {s['before']} → {s['after']}" for s in padding["sizes"])
-    table.caption = (
-        f"{sizes}. Waste: what all GPUs have beyond the model itself. `rewrite predict` says how fast each is."
-    )
-    return table
+    caption = f"{sizes}. Waste: what all GPUs have beyond the model itself. `rewrite predict` says how fast each is."
+    return Group(table, Text(caption, "dim"))
 
 
-def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[str, str]]) -> Table:
-    """A row per entry; `columns`: the key of each column's value, and its header."""
-    table = plain_table(title, *columns.values(), fold=columns.values())
-    for entry in entries:
-        table.add_row(*(escape(entry[key]) for key in columns))
-    return table
+def _entries(
+    title: str, columns: Mapping[str, str], entries: Sequence[Mapping[str, Any]], dropped: Sequence[str] = ()
+) -> FittingTable:
+    """A row per entry; `columns`: the key of each column's value, and its header. The last column is of sentences."""
+    rows = [{key: escape(entry[key]) for key in columns} for entry in entries]
+    return FittingTable([*columns], rows, dropped, {[*columns][-1]: 44}, title, columns)
 
 
-def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool, streams: int = 1, whose: str = "") -> Table:
+def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool, streams: int = 1, whose: str = "") -> Group:
     """One row per block; layers with equal reads are one group, in which i stands for the layer. `streams`: of how many
     x is. `whose`: of which tokens, as the title ends."""
     whole = all(block["on_ranks"] == "split" for block in blocks)
@@ -102,17 +109,20 @@ def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool, streams: int = 1
     columns = ("layer", "block", "reads", *carried, *extra)
     several = f" of {streams} streams" * (streams > 1)
     title = f"Residual stream{whose}: each block adds what it computes to x{several}"
-    table = plain_table(title, *columns, numbers=("B/token",), fold=columns)
+    shown, styles = [], []
     for layers, rows in fold(blocks):
         label = f"{spans(layers)}" + (f" ×{len(layers)}" if len(layers) > 1 else "")
         for row in rows:
             cells = [label, *(escape(row[key]) for key in ("kind", "reads", "carries")[: 2 + len(carried)])]
             cells += [escape(row["reduction"]), row["bytes"], escape(row["on_ranks"])][: len(extra)]
-            table.add_row(*cells, style="bold" if row["stale"] else "")
+            shown.append(dict(zip(columns, cells, strict=True)))
+            styles.append("bold" if row["stale"] else "")
             label = ""
-    if sharded and whole:
-        table.caption = "Every block is split over the ranks."
-    return table
+    wraps = {"reads": 44} | dict.fromkeys(carried, 30)
+    look = {"numbers": ("B/token",)}
+    table = FittingTable(columns, shown, ("B/token", "on ranks"), wraps, title, {}, styles, look)
+    end = ["Every block is split over the ranks."] if sharded and whole else []
+    return Group(table, *(Text(line, "dim") for line in end))
 
 
 def fold(blocks: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[dict[str, Any]]]]:
@@ -230,15 +240,15 @@ def _sequence(ranking: Mapping[str, Any]) -> list[RenderableType]:
     traffic = _unit(min(min(p["bytes_forward"], p["bytes_backward"]) for _, p in shown), BYTES)
     memory = _unit(min(p["memory_saved"] for _, p in shown), BYTES)
     time = _unit(min(min(p["seconds_forward"], p["seconds_backward"]) for _, p in shown), _SECONDS)
-    right = ("", f"sent, {traffic[1]}", f"memory, {memory[1]}", f"time, {time[1]}", "waiting", "× bound")
+    columns = {"": "", "plan": "plan", "sent": f"sent,\n{traffic[1]}", "memory": f"memory,\n{memory[1]}",
+               "time": f"time,\n{time[1]}", "waiting": "waiting", "bound": "× bound"}  # fmt: skip
     title = (
         f"Attention over {ranking['ranks']} ranks, {ranking['tokens']:,} tokens: all layers, the rank that sends most"
     )
-    table = plain_table(title, "", "plan", *right[1:], numbers=right, fold=("plan", *right))
-    table.columns[1].no_wrap = True
+    rows = []
     for place, plan in shown:
         forward, backward = plan["seconds_forward"], plan["seconds_backward"]
-        table.add_row(
+        cells = (
             f"{place}",
             escape(plan["name"]),
             _sum(traffic, plan["bytes_forward"], plan["bytes_backward"]),
@@ -246,10 +256,14 @@ def _sequence(ranking: Mapping[str, Any]) -> list[RenderableType]:
             _sum(time, forward, backward),
             _sum(time, forward + backward - plan["seconds_compute"]),
             f"{plan['times_lower_bound']:.2f}",
-            style="bold" if plan["chosen"] else "",
         )
+        rows.append(dict(zip(columns, cells, strict=True)))
+    styles = ["bold" if plan["chosen"] else "" for _, plan in shown]
+    numbers = [name for name in columns if name != "plan"]
+    dropped = ("waiting", "bound", "memory", "sent")
+    table = FittingTable([*columns], rows, dropped, {}, title, columns, styles, {"numbers": numbers})
     bound, fabric = ranking["lower_bound"], ranking["fabric"]
-    table.caption = (
+    caption = (
         f"{heads}. A grid is heads × rows × columns: heads are exchanged, then queries travel in rows, keys and values "
         f"in columns. Sent and time: forward + backward. Memory: kept for backward + needed at the peak of one layer. "
         f"Waiting: time beyond arithmetic. Time on {fabric['device']['name']}, "
@@ -265,7 +279,7 @@ def _sequence(ranking: Mapping[str, Any]) -> list[RenderableType]:
     if not all(plan["fits"] for _, plan in shown):
         said.insert(0, "! More than the device's memory.")
     said.insert(0, f"Chosen: {chosen}." if ranking["applied"] else f"Best: {chosen}. No recipe applies it here.")
-    return [table, Text("\n".join(said))]
+    return [Group(table, Text(caption, "dim")), Text("\n".join(said))]
 
 
 def _unit(least: float, units: Mapping[str, float]) -> tuple[float, str]:

@@ -275,6 +275,11 @@ class PassRecord:
         return str(self.rewrite.effect)
 
     @property
+    def routine(self) -> bool:
+        """`Pass.routine`."""
+        return bool(getattr(self.rewrite, "routine", False))
+
+    @property
     def options(self) -> Mapping[str, Any]:
         """The options of the pass; of those that many passes have (keyword-only fields), the ones that were set."""
         values = {f: getattr(self.rewrite, f.name) for f in fields(self.rewrite)}

@@ -67,6 +67,8 @@ class Pass(ABC):
     makes_partials: ClassVar[bool] = False
     # It only changes when reductions begin and are waited for.
     schedules: ClassVar[bool] = False
+    # It is exact, and whether it found anything to change, and its notes, decide nothing: printed with --verbose.
+    routine: ClassVar[bool] = False
     # It shards the tokens of a sequence. Its option `tokens` is the length to plan for, or "auto".
     shards_tokens: ClassVar[bool] = False
     # The options that it needs next to its own on weights that it has changed already.

@@ -47,6 +47,7 @@ class FuseProjections(Pass):
 
     name: ClassVar[str] = "fuse_projections"
     effect: ClassVar[Effect] = "exact"
+    routine: ClassVar[bool] = True
     scope: ClassVar[Scope] = "runtime"
 
     def apply(self, program: Program) -> Program:

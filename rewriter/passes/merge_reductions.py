@@ -26,6 +26,7 @@ class MergeReductions(Pass):
 
     name: ClassVar[str] = "merge_reductions"
     effect: ClassVar[Effect] = "exact"
+    routine: ClassVar[bool] = True
     scope: ClassVar[Scope] = "runtime"
     makes_partials: ClassVar[bool] = True
 

@@ -38,6 +38,7 @@ class Overlap(Pass):
 
     name: ClassVar[str] = "overlap"
     effect: ClassVar[Effect] = "exact"
+    routine: ClassVar[bool] = True
     scope: ClassVar[Scope] = "runtime"
     schedules: ClassVar[bool] = True
 

@@ -65,6 +65,7 @@ class Permute(Pass):
 
     name: ClassVar[str] = "permute"
     effect: ClassVar[Effect] = "exact"
+    routine: ClassVar[bool] = True
     again: ClassVar[Mapping[str, Any]] = {"applied": True}
 
     def __post_init__(self) -> None:

@@ -48,11 +48,12 @@ PHASED = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe's name and the program that it makes; `notes` say what its passes did not do."""
+    """A recipe's name and the program that it makes; `notes` and `details` say what its passes did not do."""
 
     recipe: str
     program: Program
     notes: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Effect:
@@ -319,6 +320,7 @@ class Predictor:
             memory_bytes_per_rank=self.held(program, load.batch),
             fits=self.fits(program, load.batch),
             notes=(*candidate.notes, *done.notes, *self._said(program, done)),
+            details=(*candidate.details, self._computed(program, done)),
             kind=candidate.kind,
             seconds_per_token_interval=interval(done.decode.seconds, [decode for _, decode in done.changed]),
             prefill_interval=interval(done.prefill.seconds, [prefill for prefill, _ in done.changed]),
@@ -327,18 +329,19 @@ class Predictor:
         )
 
     def _said(self, program: Program, done: _Simulated) -> tuple[str, ...]:
-        """Notes on where the times of its kernels and collectives are from."""
-        durations = self._durations(program)
-        whole, known = done.decode.compute_seconds, done.decode.measured_seconds
-        table = durations.rates.table
-        if table is None:
-            said = "Computing: by roofline, since no kernels were measured on such a device, or none of this dtype."
-        else:
-            share = min(1.0, known / whole) if whole else 0.0
-            said = f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
+        """Notes on the tokens that it rewires, and on where the times of its collectives are from."""
         notes = self._estimated(done)
         phase = prompt_phase(program)
-        return (said, *([] if phase is None else [PHASED.format(phase)]), *notes)
+        return (*([] if phase is None else [PHASED.format(phase)]), *notes)
+
+    def _computed(self, program: Program, done: _Simulated) -> str:
+        """A note on where the times of its kernels are from."""
+        whole, known = done.decode.compute_seconds, done.decode.measured_seconds
+        table = self._durations(program).rates.table
+        if table is None:
+            return "Computing: by roofline, since no kernels were measured on such a device, or none of this dtype."
+        share = min(1.0, known / whole) if whole else 0.0
+        return f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
 
     def _estimated(self, done: _Simulated) -> tuple[str, ...]:
         """How the durations of collectives were found that nobody measured among such ranks."""

@@ -15,7 +15,7 @@ from rewriter.predict.results import SkippedRecipe
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import Applied, apply_recipe, load_recipe
 from rewriter.recipes.catalogue import library
-from rewriter.recipes.unfired import unfired, without_measurements
+from rewriter.recipes.unfired import Rule, skipped_rules, unfired, without_measurements
 
 
 @dataclass
@@ -55,11 +55,12 @@ class Candidates:
         sp, rest = self._ranks(recipe, tp)
         supposed, rules = without_measurements(recipe, partial(self._standard, rest))
         program, left_out = apply_recipe(self.original, supposed, rest, sp=sp, known=self.known)
-        notes = [f"{rule['rule']}: {rule['reason']}" for rule in (*rules, *unfired(program))]
-        notes += [f"{name}: {reason}" for name, reason in left_out]
+        told = [*rules, *unfired(program), *skipped_rules(recipe, left_out)]
+        notes = [_note(one) for one in told if not one["routine"]]
+        details = [_note(one) for one in told if one["routine"]]
         if sp > 1:
             notes.append(f"{sp} ranks share the tokens of a sequence" + (f", {rest} its heads" if rest > 1 else ""))
-        return Candidate(recipe.name, program, tuple(dict.fromkeys(notes)))
+        return Candidate(recipe.name, program, tuple(dict.fromkeys(notes)), tuple(dict.fromkeys(details)))
 
     def _ranks(self, recipe: Recipe, tp: int) -> tuple[int, int]:
         """(ranks that share tokens, ranks that share heads)."""
@@ -92,3 +93,7 @@ def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
 def all_recipes() -> Collection[str]:
     """The names of the library's recipes, plain tensor parallelism first."""
     return sorted(library(), key=lambda name: (name != "tensor-parallel", name))
+
+
+def _note(rule: Rule) -> str:
+    return f"{rule['rule']}: {rule['reason']}"

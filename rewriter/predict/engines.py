@@ -24,10 +24,12 @@ class _Strict(BaseModel):
 
 
 class Engine(_Strict):
-    """`library`: whose all-reduce it has besides NCCL's, as fabrics call it."""
+    """`library`: whose all-reduce it has besides NCCL's, as fabrics call it. `serve`: the words of its command, which
+    end in those for tensor-parallel ranks; {model} and {tp} are to be filled in."""
 
     version: Text
     library: Text
+    serve: tuple[Text, ...] = ()
 
 
 class Release(_Strict):

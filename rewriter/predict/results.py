@@ -151,7 +151,8 @@ class Prediction:
     or never beats it, which `break_even_note` and `break_even_prefill_note` then say ("always", "never", "the same
     program" …). `memory_bytes_per_rank`: weights, cache at full length and activations of the prefill; `fits`: whether
     that is less than the device's memory. `kind`: the recipe's ("exact", "approximating", "timing only", or None for
-    an unknown). `notes`: what was estimated, passes that did nothing, …
+    an unknown). `notes`: what was estimated, passes that could not do what they are for, …; `details`: what decides
+    nothing, such as routine passes that found nothing to change, and where computing times are from.
 
     `seconds_per_token_interval`, `prefill_interval`, `end_to_end_interval`: (low, high) that hold the truth in 80 of
     100 cases (`predict.uncertainty`); None of what was measured.
@@ -177,6 +178,7 @@ class Prediction:
     memory_bytes_per_rank: int
     fits: bool
     notes: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
     sp: int = 1
     kind: str | None = None
     seconds_per_token_interval: tuple[float, float] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,17 +22,40 @@ _SUMS = {
 }
 
 
+class Decision(NamedTuple):
+    """`best`: the fastest exact choice of the engine that fits, if one does. `over`: the one that recipes are compared
+    with. `recipe`: the fastest recipe that fits, if its whole generations gain LEAST over `over`."""
+
+    best: ExactChoice | None
+    over: ExactChoice
+    recipe: Prediction | None
+
+
+def decide(comparison: RecipeComparison) -> Decision | None:
+    """The decision that a comparison gives; None without exact choices."""
+    if not comparison.exact:
+        return None
+    usable = [one for one in comparison.exact if one.available and one.fits and not one.rounds]
+    best = max(usable, key=lambda one: one.tokens_per_second, default=None)
+    over = next((one for one in comparison.exact if one.name == comparison.over), comparison.exact[0])
+    found = max(_runnable(comparison), key=lambda p: p.tokens_per_second, default=None)
+    gains = best is not None and found is not None and found.end_to_end >= LEAST
+    return Decision(best, over, found if gains else None)
+
+
+def _runnable(comparison: RecipeComparison) -> list[Prediction]:
+    return [p for p in comparison.predictions if p.kind in ("approximating", "exact") and p.fits]
+
+
 def verdict(comparison: RecipeComparison) -> str:
     """What to run: the best exact choice that the engine has, or a recipe that gains more and heals; and what the
     prediction rests on. Empty without exact choices."""
-    usable = [one for one in comparison.exact if one.available and one.fits and not one.rounds]
-    if not comparison.exact:
+    found = decide(comparison)
+    if found is None:
         return ""
-    if not usable:
+    if found.best is None:
         return f"Nothing fits: {comparison.device} has too little memory for this model on so many GPUs."
-    best = max(usable, key=lambda one: one.tokens_per_second)
-    alike = next(one for one in comparison.exact if one.name == comparison.over)
-    parts = (_exact(best, comparison), _recipe(alike, best, comparison), rests_on(comparison))
+    parts = (_exact(found.best, comparison), _recipe(found, found.best, comparison), rests_on(comparison))
     return " ".join(part for part in parts if part)
 
 
@@ -45,31 +68,40 @@ def _exact(best: ExactChoice, comparison: RecipeComparison) -> str:
     )
 
 
-def _recipe(over: ExactChoice, best: ExactChoice, comparison: RecipeComparison) -> str:
+def _recipe(decision: Decision, best: ExactChoice, comparison: RecipeComparison) -> str:
     """The recipe that gains most over the best exact choice; recipes are predicted without drafts, on all ranks."""
-    known = [p for p in comparison.predictions if p.kind in ("approximating", "exact") and p.fits]
-    found = max(known, key=lambda p: p.tokens_per_second, default=None)
+    over, found = decision.over, decision.recipe
     what = "that" if best.name == over.name else over.name
-    if found is not None and found.end_to_end >= LEAST:
+    if found is not None:
         drafts = " (both without a draft)" if "draft" in best.options else ""
-        parts = f"decode speedup {times(found.decode_speedup)}, prefill speedup {times(found.prefill_speedup)}"
+        speedups = {
+            "decode speedup": (found.decode_speedup, comparison.over_decode),
+            "prefill speedup": (found.prefill_speedup, comparison.over_prefill),
+        }
+        parts = ", ".join(
+            f"{name} {times(ratio)}" + (f" over {other}" if other not in ("", over.name) else "")
+            for name, (ratio, other) in speedups.items()
+        )
         changes = "it computes the same" if found.kind == "exact" else heals(found, comparison.parameters)
         return f"{found.recipe} gives {times(found.end_to_end)} of {what} end to end{drafts}: {parts}; {changes}."
-    changed = [p for p in known if p.kind == "approximating"]
+    changed = [p for p in _runnable(comparison) if p.kind == "approximating"]
     if not changed:
         return ""
     most = max(changed, key=lambda p: p.tokens_per_second)
-    return (
-        f"No recipe gains 5 % over {what}: keep the model ({most.recipe} {100 * (most.end_to_end - 1):+.1f} %)."
-        + _on_fewer(over, most)
-    )
+    gain = f"{most.recipe} {100 * (most.end_to_end - 1):+.1f} % end to end"
+    return f"No recipe gains 5 % over {what}: keep the model ({gain})." + _on_fewer(over, most)
 
 
 def _on_fewer(over: ExactChoice, most: Prediction) -> str:
     """The next step where the best exact choice has replicas of several GPUs: recipes on one's ranks."""
-    if over.replicas == 1 or over.tp == 1:
+    if not of_several(over):
         return ""
     return f" Recipes share layers among all {most.tp} GPUs; --tp {over.tp} compares them in one of these replicas."
+
+
+def of_several(choice: ExactChoice) -> bool:
+    """True for replicas of several GPUs each."""
+    return choice.replicas > 1 and choice.tp > 1
 
 
 def heals(p: Prediction, parameters: int) -> str:

@@ -5,18 +5,37 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rewriter.common.errors import RewriterError, did_you_mean
 from rewriter.common.yaml_documents import read, read_file
 
+Kind = Literal["exact", "overlapped", "fewer", "prompt", "bits", "sequences", "timing"]
+KINDS: dict[Kind, str] = {
+    "exact": "Exact: the same function",
+    "overlapped": "Overlapped all-reduces: another function, heal it",
+    "fewer": "Fewer all-reduces: another function, heal it",
+    "prompt": "The prompt alone: generated tokens are computed exactly",
+    "bits": "Fewer bits: long messages are rounded",
+    "sequences": "Long sequences: the same function, ranks share tokens",
+    "timing": "Timing only: no checkpoint is written",
+}
+"""The kinds of shipped recipes in the order of the listing, with a title each."""
+
 
 class Entry(NamedTuple):
-    """One line of `rewrite recipes`."""
+    """A recipe in `rewrite recipes`. `recommended`: the purpose that it is recommended for, or None."""
 
     name: str
     summary: str
     passes: tuple[str, ...]
+    kind: Kind
+    recommended: str | None
+
+    @property
+    def short(self) -> str:
+        """The first sentence of the summary."""
+        return self.summary.partition(". ")[0].removesuffix(".")
 
 
 @cache
@@ -27,12 +46,14 @@ def library() -> dict[str, Path]:
 
 
 def entries() -> list[Entry]:
-    """Name, summary and passes of every shipped recipe."""
+    """Every shipped recipe, by kind in the order of KINDS; a recommended one first, then by name."""
     listed = []
     for name, path in library().items():
         data = read(read_file(path)).data
-        listed.append(Entry(name, data["summary"], tuple(spec["pass"] for spec in data["passes"])))
-    return listed
+        passes = tuple(spec["pass"] for spec in data["passes"])
+        listed.append(Entry(name, data["summary"], passes, data["kind"], data.get("recommended")))
+    order = list(KINDS)
+    return sorted(listed, key=lambda entry: (order.index(entry.kind), entry.recommended is None, entry.name))
 
 
 def find(name_or_path: str | os.PathLike[str]) -> Path:

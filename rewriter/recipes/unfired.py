@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from rewriter.ir import Program
 from rewriter.ir.marks import STANDARD
@@ -11,7 +12,8 @@ from rewriter.passes.base import scopes
 from rewriter.passes.selection import spans
 from rewriter.recipes import Recipe
 
-Rule = dict[str, str]
+Rule = dict[str, Any]
+"""`rule`: a pass, `reason`: why it did not fire, `routine`: as in `Pass`."""
 
 
 def unfired(program: Program) -> list[Rule]:
@@ -19,9 +21,20 @@ def unfired(program: Program) -> list[Rule]:
     rules = []
     for entry in program.history:
         if not entry.fired:
-            rules.append({"rule": entry.name, "reason": entry.summary})
-        rules += [{"rule": entry.name, "reason": note} for note in entry.notes]
+            rules.append(rule(entry.name, entry.summary, entry.routine))
+        rules += [rule(entry.name, note, entry.routine) for note in entry.notes]
     return rules
+
+
+def rule(name: str, reason: str, routine: bool = False) -> Rule:
+    """One rule that did not fire."""
+    return {"rule": name, "reason": reason, "routine": routine}
+
+
+def skipped_rules(recipe: Recipe, skipped: Iterable[tuple[str, str]]) -> list[Rule]:
+    """The passes of `recipe` that were not applied, each with the reason."""
+    routine = {rewrite.name for rewrite in recipe.build() if rewrite.routine}
+    return [rule(name, reason, name in routine) for name, reason in skipped]
 
 
 def standard_layers(program: Program) -> list[Rule]:
@@ -37,10 +50,10 @@ def standard_layers(program: Program) -> list[Rule]:
     if kept := sorted({b.layer for b in blocks} - rewired):
         selection = entries[0].options.get("layers") if len(entries) == 1 else None
         why = "no pass selects them" if selection is None else f"not in layers={selection!r}"
-        rules.append({"rule": names, "reason": f"layers {spans(kept)} keep their reads: {why}"})
+        rules.append(rule(names, f"layers {spans(kept)} keep their reads: {why}"))
     if blocks and blocks[0].mode.reads != "newest":
         reason = f"{blocks[0].kind} {blocks[0].layer} reads the embedding: there is nothing to skip"
-        rules.append({"rule": names, "reason": reason})
+        rules.append(rule(names, reason))
     return rules
 
 
@@ -57,5 +70,5 @@ def without_measurements(recipe: Recipe, standard: Callable[[], Program]) -> tup
         if rewrite.request is not None and (program := standard()).mesh:
             options, reason = rewrite.supposed(program)
             recipe = recipe.with_options(index, options)
-            rules.append({"rule": rewrite.name, "reason": reason})
+            rules.append(rule(rewrite.name, reason, rewrite.routine))
     return recipe, rules

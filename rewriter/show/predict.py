@@ -1,4 +1,4 @@
-"""A comparison of recipes: on the terminal tables, or where it is narrow a list per recipe; with --html a page."""
+"""A comparison of recipes: on the terminal tables, of the columns that have room; with --html a page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import digits, duration, percent, size, times
-from rewriter.common.tables import plain_table
+from rewriter.common.tables import FittingTable
 from rewriter.predict.engines import engine_named
 from rewriter.predict.results import ExactChoice, Phase, PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.validation import COLUMNS as VALIDATED
@@ -28,15 +26,25 @@ from rewriter.show.timeline import label_of, named, scale, shown, timeline
 
 FIRST_TOKENS = {prompt: f"TTFT {prompt // 1024}k" for prompt in FIRST_TOKEN_PROMPTS}
 SPEEDUPS = ("decode speedup", "prefill speedup", "end to end")
+MEANT = dict(zip(SPEEDUPS, ("one decode step", "the prefill", "a whole generation"), strict=True))
 COLUMNS = (
     "prefill", *FIRST_TOKENS.values(), "per token", "80 %", "tokens/s", "exposed", "share", *SPEEDUPS, "break-even",
     "memory",
 )  # fmt: skip
-# first where the terminal is too narrow; the page and JSON have all
-DROPPED = ("80 %", "memory", "prefill", "exposed", "tokens/s")
-DROPPED_FOR_FIRST_TOKENS = ("break-even", "share")  # then, where there are times to first token
-EXACT = ("prefill", *FIRST_TOKENS.values(), "per token", "tokens/s", "end to end", "memory", "available")
-DROPPED_OF_EXACT = ("TTFT 1k", "TTFT 32k", "memory", "prefill", "TTFT 8k", "tokens/s")
+# the least important first; the page and JSON have all
+DROPPED = (
+    "80 %", "memory", "exposed", "prefill", "tokens/s", "break-even", "share", "TTFT 32k", "TTFT 1k", "prefill speedup",
+    "TTFT 8k", "decode speedup", "per token",
+)  # fmt: skip
+EXACT = (
+    "prefill", *FIRST_TOKENS.values(), "per token", "tokens/s", "end to end", "memory", "available", "switches",
+)  # fmt: skip
+DROPPED_OF_EXACT = (
+    "switches", "TTFT 1k", "TTFT 32k", "memory", "prefill", "TTFT 8k", "tokens/s", "per token",
+)  # fmt: skip
+# no wider than their figures
+HEADERS = {**{name: name.replace(" speedup", "\nspeedup") for name in SPEEDUPS}, "per token": "per\ntoken",
+           "end to end": "end\nto end", "break-even": "break-\neven"}  # fmt: skip
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
@@ -48,19 +56,19 @@ LEGEND = {
     "80 %": "80 %: how far off that may be in 4 of 5 cases.",
     **dict.fromkeys(("exposed", "share"), "Exposed: waiting for communication in a decode step; share: of that step."),
     "tokens/s": "Tokens/s: of a whole generation, prefill included.",
-    **dict.fromkeys(
-        SPEEDUPS, "Speedups of a decode step, the prefill and a whole generation (end to end) are over {over}."
-    ),
-    "break-even": "Break-even: an all-reduce must take longer than this for the recipe to pay in decoding.",
+    "break-even": "Break-even: an all-reduce must take longer than this for the recipe's decode step to beat the first "
+    "recipe's.",
 }
 
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """Output of `rewrite predict`; rich renders it as wide as the terminal is. `pareto`: with the table of points."""
+    """Output of `rewrite predict`; rich renders it as wide as the terminal is. `pareto`: with the table of points.
+    `verbose`: with the notes that decide nothing."""
 
     comparison: RecipeComparison
     pareto: bool = False
+    verbose: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         c = self.comparison
@@ -70,39 +78,37 @@ class ComparisonReport:
         if c.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
-        every = (*c.predictions, *([c.bound] if c.bound else []))
-        columns = columns_of(every)
-        rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in c.predictions]
-        rows += [(_name(p) + " [dim](bound)[/]", cells(p), "dim") for p in every[len(c.predictions) :]]
-        more = DROPPED_FOR_FIRST_TOKENS if set(FIRST_TOKENS.values()) & set(columns) else ()
-        dropped = (*DROPPED, *more, "prefill speedup", "decode speedup")
-        table = _fitting(None, columns, dropped, rows, console, options)
-        if table is not None:
-            yield table
-            yield Text(legend([str(column.header).replace("\n", " ") for column in table.columns], c), style="dim")
-            if c.exact:
-                yield Text()
-                yield from _exact(c, console, options)
+        table = _recipes(c)
+        yield table
+        yield Text(legend(table.kept(console, options), c), style="dim")
+        if c.exact:
             yield Text()
-            title, spent = "One pass of one rank", _times(c.predictions)
-            if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
-                yield passes
-        else:
-            for prediction in every:
-                yield _card(prediction)
-            yield Text(legend(columns, c), style="dim")
-            yield from (_exact_card(c, one) for one in c.exact)
+            yield _exact(c)
+            yield Text(f"End to end: over {_named(c.over, c)}.", style="dim")
+        yield Text()
+        yield _passes(c.predictions)
         if self.pareto:
             yield Text()
             yield _pareto(c.pareto)
         lacking = [p.recipe for p in c.predictions if not p.fits or any(not one.fits for one in p.time_to_first_token)]
         said = [f"! More than a device's memory: {', '.join(lacking)}."] if lacking else []
-        if said := [*said, *notes(c)]:
+        if said := [*said, *notes(c, self.verbose)]:
             yield Text()
             yield Text("\n".join(said))
         if found := verdict(c):
             yield Text()
             yield Text(found, style="bold")
+
+
+def _recipes(c: RecipeComparison) -> FittingTable:
+    """The main table: a row per recipe, and one for what bounds them."""
+    every = [*c.predictions, *([c.bound] if c.bound else [])]
+    rows = [{"recipe": _name(p)} | {name: escape(cell) for name, cell in cells(p).items()} for p in c.predictions]
+    if c.bound:
+        bound = {name: escape(cell) for name, cell in cells(c.bound).items()}
+        rows.append({"recipe": f"{escape(c.bound.recipe)} [dim](bound)[/]"} | bound)
+    styles = ["" if p.fits and p is not c.bound else "dim" for p in every]
+    return _table(None, "recipe", columns_of(every), rows, DROPPED, styles)
 
 
 def exact_rows(c: RecipeComparison) -> list[tuple[str, dict[str, str], str]]:
@@ -120,28 +126,18 @@ def _exact_cells(one: ExactChoice, best: ExactChoice | None) -> dict[str, str]:
         "tokens/s": digits(one.tokens_per_second),
         "end to end": times(one.tokens_per_second / best.tokens_per_second) if best else "–",
         "memory": "" if one.fits else "!",
-        "available": ", ".join(one.switches) or "yes" if one.available else "not in this engine",
+        "available": "yes" if one.available else "not in this engine",
+        "switches": ", ".join(one.switches) if one.available else "",
     }
 
 
-def _exact(c: RecipeComparison, console: Console, options: ConsoleOptions) -> RenderResult:
+def _exact(c: RecipeComparison) -> FittingTable:
     """The table of exact choices."""
+    rows = exact_rows(c)
+    shown = [{"choice": name} | {column: escape(cell) for column, cell in known.items()} for name, known, _ in rows]
+    columns = [column for column in EXACT if any(known[column] for _, known, _ in rows)]
     title = f"The model as it is, in {engine_title(c.engine)}"
-    table = _fitting(title, EXACT, DROPPED_OF_EXACT, exact_rows(c), console, options, "choice")
-    if table is not None:
-        yield table
-    else:
-        yield from (_exact_card(c, one) for one in c.exact)
-
-
-def _exact_card(c: RecipeComparison, one: ExactChoice) -> Table:
-    table = plain_table(escape(one.name), show_header=False)
-    table.add_column(style="dim", overflow="fold")
-    table.add_column(overflow="fold")
-    for column, cell in _exact_cells(one, next((x for x in c.exact if x.name == c.over), None)).items():
-        if cell:
-            table.add_row(column, escape(cell))
-    return table
+    return _table(title, "choice", columns, shown, DROPPED_OF_EXACT, [style for *_, style in rows])
 
 
 def engine_title(name: str) -> str:
@@ -157,9 +153,24 @@ def columns_of(predictions: Sequence[Prediction]) -> list[str]:
 
 def legend(columns: Sequence[str], comparison: RecipeComparison) -> str:
     """The meanings of those of COLUMNS that are shown."""
-    said = " ".join(dict.fromkeys(LEGEND[column] for column in columns if column in LEGEND))
-    each = (comparison.over_decode, comparison.over_prefill, comparison.over)
-    return said.replace("{over}", each[0] if len({*each}) == 1 else "{}, {} and {}".format(*each))
+    said = list(dict.fromkeys(LEGEND[column] for column in columns if column in LEGEND))
+    return " ".join([*said, *_baselines([name for name in SPEEDUPS if name in columns], comparison)])
+
+
+def _baselines(speedups: Sequence[str], c: RecipeComparison) -> list[str]:
+    """A sentence per baseline: the speedups that are over it."""
+    over = dict(zip(SPEEDUPS, (c.over_decode, c.over_prefill, c.over), strict=True))
+    said = []
+    for other in dict.fromkeys(over[name] for name in speedups):
+        listed = ", ".join(f"{name} ({MEANT[name]})" for name in speedups if over[name] == other)
+        said.append(f"{listed[:1].upper()}{listed[1:]}: over {_named(other, c)}.")
+    return said
+
+
+def _named(choice: str, c: RecipeComparison) -> str:
+    """A baseline with the engine that runs it; the first recipe where there are no exact choices."""
+    choice = choice or c.predictions[0].recipe
+    return f"{choice} ({engine_title(c.engine)})" if c.exact and c.engine else choice
 
 
 def cells(p: Prediction) -> dict[str, str]:
@@ -178,7 +189,9 @@ def cells(p: Prediction) -> dict[str, str]:
         "prefill speedup": times(p.prefill_speedup),
         "end to end": times(p.end_to_end),
         # of a note, the words up to their explanation
-        "break-even": re.split("[:,]", p.break_even_note or "–")[0] if seconds is None else duration(seconds),
+        "break-even": re.split("[:,]", p.break_even_note or "–")[0].removeprefix("the ").removesuffix(" recipe")
+        if seconds is None
+        else duration(seconds),
         "memory": size(p.memory_bytes_per_rank) + ("" if p.fits else " !"),
     }
 
@@ -214,71 +227,49 @@ def model_name(comparison: RecipeComparison) -> str:
     return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
 
 
-def _table(title: str | None, columns: Sequence[str], first: str = "recipe") -> Table:
-    names = [column.replace(" speedup", "\nspeedup") for column in columns]  # no wider than their figures
-    numbers = [name for name in names if name not in ("pass", "available")]
-    table = plain_table(title, first, *names, numbers=numbers, fold=(first,), whole=names)
-    table.columns[0].max_width = 28
-    return table
-
-
-def _fitting(
+def _table(
     title: str | None,
+    first: str,
     columns: Sequence[str],
-    dropped: Sequence[str],
-    rows: Sequence[tuple[str, Mapping[str, str], str]],
-    console: Console,
-    options: ConsoleOptions,
-    first: str = "recipe",
-) -> Table | None:
-    """A table of (name, cells by column, style) without those `dropped` that have no room; None if it still lacks."""
-    for count in range(len(dropped) + 1):
-        kept = [column for column in columns if column not in dropped[:count]]
-        table = _table(title, kept, first)
-        for name, known, style in rows:
-            table.add_row(name, *(escape(known[column]) for column in kept), style=style)
-        if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
-            return table
-    return None
+    rows: Sequence[Mapping[str, str]],
+    dropped: Sequence[str] = (),
+    styles: Sequence[str] = (),
+) -> FittingTable:
+    """A table whose `first` column names the rows; the columns of words are at the left, figures at the right."""
+    numbers = [name for name in columns if name not in ("pass", "available", "switches")]
+    look = {"numbers": numbers}
+    return FittingTable((first, *columns), rows, dropped, {first: 28}, title, HEADERS, styles, look)
 
 
 def _name(p: Prediction) -> str:
     return escape(p.recipe) + (" [dim](timing only)[/]" if p.kind == "timing only" else "")
 
 
-def _times(predictions: Sequence[Prediction]) -> list[tuple[str, Mapping[str, str], str]]:
-    rows: list[tuple[str, Mapping[str, str], str]] = []
+def _passes(predictions: Sequence[Prediction]) -> FittingTable:
+    """The table of where the time of a pass goes."""
+    rows = []
     for p in predictions:
         for which, phase in (("prefill", p.prefill), ("decode", p.decode)):
             spent = {"time": phase.seconds, **parts(phase), "communicating": phase.communication_seconds}
             shown = {"pass": which, **{what: duration(seconds) for what, seconds in spent.items()}}
-            rows.append((escape(p.recipe) if which == "prefill" else "", shown, ""))
-    return rows
+            rows.append({"recipe": escape(p.recipe) if which == "prefill" else ""} | shown)
+    dropped = ("launching", "communicating", "computing", "waiting")
+    return _table("One pass of one rank", "recipe", PASSES, rows, dropped)
 
 
-def _card(p: Prediction) -> Table:
-    table = plain_table(_name(p), show_header=False)
-    table.add_column(style="dim", overflow="fold")
-    table.add_column(overflow="fold")
-    known = cells(p)
-    for column in columns_of([p]):
-        table.add_row(column, escape(known[column]))
-    return table
-
-
-def _pareto(points_of: Mapping[str, Sequence[PredictedPoint]]) -> Table:
+def _pareto(points_of: Mapping[str, Sequence[PredictedPoint]]) -> FittingTable:
     """The points that no other of their recipe beats in both; the page and JSON have all."""
     columns = ("tp", "batch", "per token", "tokens/s per GPU")
-    table = _table("Best TP degrees and batches", columns)
+    rows = []
     for recipe, points in points_of.items():
         name = escape(recipe)
         for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):
-            speed = digits(q.tokens_per_second_per_gpu)
-            table.add_row(name, degree(q), f"{q.batch:,}", duration(q.seconds_per_token), speed)
+            known = (degree(q), f"{q.batch:,}", duration(q.seconds_per_token), digits(q.tokens_per_second_per_gpu))
+            rows.append({"recipe": name} | dict(zip(columns, known, strict=True)))
             name = ""
         if name:
-            table.add_row(name, *("–" for _ in columns))
-    return table
+            rows.append({"recipe": name} | dict.fromkeys(columns, "–"))
+    return _table("Best TP degrees and batches", "recipe", columns, rows, ("batch",))
 
 
 def degree(q: PredictedPoint) -> str:
@@ -286,17 +277,18 @@ def degree(q: PredictedPoint) -> str:
     return f"{q.tp}" if q.sp == 1 else f"{q.tp} × sp {q.sp}"
 
 
-def notes(comparison: RecipeComparison) -> list[str]:
-    """Sentences that belong to the numbers. A note that several recipes share is said once, in order of appearance."""
+def notes(comparison: RecipeComparison, verbose: bool = True) -> list[str]:
+    """Sentences that belong to the numbers; with `verbose` also those that decide nothing. A note that several recipes
+    share is said once, in order of appearance."""
     by_note: dict[str, list[str]] = {}
     for p in comparison.predictions:
-        for note in p.notes:
+        for note in (*p.notes, *(p.details if verbose else ())):
             by_note.setdefault(note, []).append(p.recipe)
     said = [
         ("" if len(recipes) == len(comparison.predictions) else f"{', '.join(recipes)}: ") + note
         for note, recipes in by_note.items()
     ]
-    needs = dict.fromkeys(note for one in comparison.exact for note in one.notes)
+    needs = dict.fromkeys(note for one in comparison.exact if verbose or one.available for note in one.notes)
     return [*said, *needs] + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in comparison.skipped]
 
 

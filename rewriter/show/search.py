@@ -7,28 +7,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import duration, times
 from rewriter.common.svg import log_ticks, path, svg, ticks
-from rewriter.common.tables import plain_table
+from rewriter.common.tables import FittingTable
 from rewriter.passes.selection import spans
 from rewriter.predict.search.choices import REWRITES, STANDARD, Mix, Option
 from rewriter.predict.search.run import SearchPoint, SearchResult
 from rewriter.recipes.recipe import MeasuredRise
+from rewriter.recipes.verdicts import Verdict, command
 from rewriter.show.charts import HEIGHT, SHAPES, WIDTH, Plot
 from rewriter.show.page import render
 
 COLUMNS = ("per token", "speedup", "rise in loss", "KL", "held out")
-NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix and all of them
-LEGEND = (
-    "Rise: of the loss on the calibration text, as a share of it, ± its standard error. KL: from the original, nats "
-    "per token. Held out: the rise on text that nothing was chosen by."
-)
-NARROW_LEGEND = "Rise: of the loss on the calibration text, as a share of it, ± its standard error."
+DROPPED = ("KL", "held out", "per token")  # the least important first
+MEANINGS = {
+    "speedup": "Speedup: of a whole generation, over plain tensor parallelism with the same sums.",
+    "rise in loss": "Rise: of the loss on the calibration text, as a share of it, ± its standard error.",
+    "KL": "KL: from the original, nats per token.",
+    "held out": "Held out: the rise on text that nothing was chosen by.",
+}
+LEGEND = " ".join(MEANINGS.values())
 CHOSEN = "m0-8l8 8-8 8-8-8z"
-_ROOM = 120  # characters of a line that all columns need
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class SearchReport:
         if result.modelled:
             yield Text("MODELLED: this fabric's figures are computed, not measured.", style="bold yellow")
         yield Text()
-        wide = options.max_width >= _ROOM
-        yield _table(result, COLUMNS if wide else NARROW)
-        yield Text(LEGEND if wide else NARROW_LEGEND, style="dim")
+        table = _table(result)
+        yield table
+        yield Text(" ".join(MEANINGS[name] for name in table.kept(console, options) if name in MEANINGS), style="dim")
         yield Text()
         yield Text.assemble("chosen: ", (headline(result), "bold"))
         for line in layers_of(result.chosen.mix):
@@ -65,7 +66,7 @@ def headline(result: SearchResult) -> str:
     """The result in a sentence."""
     chosen, found = result.chosen, result.measured
     held_out = "" if chosen.held_out is None else f", {share(chosen.held_out.rise)} on text that was held out"
-    over = "" if found.end_to_end is None else f" and {times(found.end_to_end)} that of {found.over}"
+    over = "" if found.end_to_end is None else f" and {times(found.end_to_end)} that of {found.over} end to end"
     return (
         f"{times(chosen.speedup)} the speed of plain tensor parallelism (predicted){over}, for a rise in loss of "
         f"{share(chosen.calibration.rise)}{held_out}"
@@ -85,12 +86,34 @@ def keep_the_model(result: SearchResult) -> bool:
     return result.measured.end_to_end is not None and result.measured.end_to_end < 1
 
 
+def verdict(result: SearchResult, model: str, recipe: str) -> Verdict:
+    """What to do with the recipe that was written to the file `recipe`. `model`: as the user named it."""
+    found = result.measured
+    if keep_the_model(result):
+        return Verdict(
+            _advice(result)[0],
+            command("predict", model, "--recipe", "tensor-parallel", "--fabric", found.fabric,
+                    "--tp", f"{found.tp * found.sp}"),
+        )  # fmt: skip
+    mesh = {"tp": found.tp, "sp": found.sp}
+    ranks = [word for axis, count in mesh.items() if count > 1 for word in (f"--{axis}", f"{count}")]
+    gain = f"{times(result.chosen.speedup)} of plain tensor parallelism"
+    if found.end_to_end is not None:
+        gain = f"{times(found.end_to_end)} of {found.over} end to end"
+    rise = share(result.chosen.worst)
+    said = f"The recipe gives {gain} (predicted), for a rise in loss of {rise} at most (measured)."
+    return Verdict(said, command(model, "--recipe", recipe, *ranks))
+
+
+def _advice(result: SearchResult) -> list[str]:
+    over = result.measured.over
+    return [f"Keep the model: as it is, it is faster with {over}."] if keep_the_model(result) else []
+
+
 def notes(result: SearchResult) -> list[str]:
     """Sentences that belong to the figures."""
     found = result.measured
     said = [f"Measured on {found.text}. The original's loss is {found.loss:.3f} nats per token."]
-    if keep_the_model(result):
-        said.append(f"Keep the model: as it is, it is faster with {found.over}. `rewrite predict` says how.")
     return [*said, *(f"Not applied, {name}: {why}" for name, why in result.not_applied.items())]
 
 
@@ -122,12 +145,10 @@ def rise_of(rise: MeasuredRise) -> str:
     return share(rise.rise) + (f" ± {share(rise.error)}" if rise.error else "")
 
 
-def _table(result: SearchResult, columns: Sequence[str]) -> Table:
-    table = plain_table(None, "mix", *columns, whole=columns)
-    for point in result.front:
-        style = "bold" if point.mix == result.chosen.mix else ""
-        table.add_row(named(point.mix), *(cells(point)[name] for name in columns), style=style)
-    return table
+def _table(result: SearchResult) -> FittingTable:
+    rows = [{"mix": named(point.mix), **cells(point)} for point in result.front]
+    styles = ["bold" if point.mix == result.chosen.mix else "" for point in result.front]
+    return FittingTable(("mix", *COLUMNS), rows, DROPPED, {"mix": 26}, styles=styles)
 
 
 # --- the page ---
@@ -140,8 +161,8 @@ def place(rise: float, low: float, high: float) -> float:
     return 0.06 + 0.94 * math.log(rise / low) / math.log(high / low)
 
 
-def search_page(result: SearchResult, command: str = "") -> str:
-    """The file's text. `command`: what made it."""
+def search_page(result: SearchResult, command_line: str = "") -> str:
+    """The file's text. `command_line`: what made it."""
     rewrites = [name for name in REWRITES if any(option.part.name == name for option in result.singles)]
     does = {name: REWRITES[name].does for name in rewrites}
     chosen = result.chosen.mix
@@ -151,7 +172,8 @@ def search_page(result: SearchResult, command: str = "") -> str:
         "search.html.j2", title=title, result=result,
         setting=setting(result), headline=headline(result), layers=layers_of(chosen),
         front=speed_for_loss(result), legend=LEGEND, columns=COLUMNS, points=points, rewrites=rewrites,
-        singles=_singles(result.singles, rewrites), does=does, notes=notes(result), command=command,
+        singles=_singles(result.singles, rewrites), does=does, notes=[*_advice(result), *notes(result)],
+        command=command_line,
     )  # fmt: skip
 
 

@@ -67,6 +67,14 @@ def _rewrite(words: list[str], timeout: int = 200) -> subprocess.CompletedProces
     )
 
 
+def test_no_library_prints_on_stderr(tmp_path: Path) -> None:
+    done = _rewrite(command(adapted.directory("ladder"), tmp_path / "out", "--lora", "2", "--set", "save_steps=1"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "the original's." in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Next: rewrite ")
+
+
 @pytest.mark.slow
 def test_the_command_starts_its_ranks_and_tells_one_error(tmp_path: Path) -> None:
     directory = adapted.directory("ladder", 2)

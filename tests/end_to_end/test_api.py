@@ -134,7 +134,7 @@ def test_the_card_says_what_this_is(written: tuple[Path, Any]) -> None:
     drift = read_manifest(written[0]).verification.drift
     assert drift is not None
     assert first.startswith(f"> **Damaged until it is healed**: its predictions are {drift.kl:.3g} nats (KL) from")
-    assert "`rewrite adapt THIS_DIRECTORY --out healed --tokens 24576` heals it" in first
+    assert "`rewrite adapt THIS_DIRECTORY --out THIS_DIRECTORY-healed --tokens 100000` heals it" in first
     exact = read_manifest(written[0])
     for entry in exact.passes:
         entry.kind = "exact"

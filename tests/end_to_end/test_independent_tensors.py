@@ -26,10 +26,10 @@ FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "gemma3_text", "gpt_neox")
 ROWS = dict(
     re.findall(r"^\| ([\w-]+) \|(.*)\|$", (ROOT / "docs" / "results" / "coverage.md").read_text(), re.MULTILINE)
 )
-BUILDS = [name for name in registered_types() if ROWS.get(name, "").startswith(" yes |")]
+BUILDS = [name for name in registered_types() if ROWS.get(name, "").startswith(" ✓ |")]
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-TRACES = [name for name in BUILDS if ROWS[name].startswith(" yes | yes |")]
-LADDERS = [name for name in TRACES if ROWS[name].startswith(" yes | yes | yes |")]
+TRACES = [name for name in BUILDS if ROWS[name].startswith(" ✓ | ✓ |")]
+LADDERS = [name for name in TRACES if ROWS[name].startswith(" ✓ | ✓ | ✓ |")]
 # transformers builds these from a config inside theirs, which it does not know alone. A recipe that leaves the function
 # as it is writes that one, and transformers refuses to load the adapted checkpoint.
 INNER = ("emu3", "mllama")

@@ -8,16 +8,16 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import click
 import typer
 import yaml
 from pydantic import BaseModel
 
-from rewriter.cli.app import COMMANDS, commands, conversion
+from rewriter.cli import command_help
+from rewriter.cli.app import SECTIONS, commands
 from rewriter.fabric.schema import DEVICES, LIBRARY, fabrics, load_fabric
 from rewriter.output import manifest
 from rewriter.recipes import Recipe
-from rewriter.recipes.catalogue import entries, find
+from rewriter.recipes.catalogue import KINDS, entries, find
 
 
 def pages() -> dict[str, str]:
@@ -26,61 +26,52 @@ def pages() -> dict[str, str]:
 
 
 def command_line() -> dict[str, str]:
-    """Every command with its arguments and options, as `--help` has them."""
-    group = typer.main.get_command(commands)
-    found = {"MODEL": typer.main.get_command(conversion)}
-    found |= {name: group.commands[name] for name in COMMANDS}  # type: ignore[attr-defined]
-    rows, made = [], {}
-    for name, command in found.items():
-        page = "cli-convert.md" if name == "MODEL" else f"cli-{name}.md"
-        first = _plain(command.help or command.short_help or "").partition("\n")[0]
-        rows.append((f"[`rewrite {name}`]({page})", first.replace("|", "\\|")))
-        made[f"reference/{page}"] = _page(*_command(command, f"rewrite {name}", 1))
+    """Every command with its examples, arguments and options, as `--help` has them."""
+    group: Any = typer.main.get_command(commands)
+    tables, made = [], {}
+    for section, names in SECTIONS.items():
+        rows = []
+        for name in names:
+            command = group.commands[name]
+            first = _plain(command.help or command.short_help or "").partition("\n")[0]
+            rows.append((f"[`rewrite {name}`](cli-{name}.md)", first.replace("|", "\\|")))
+            made[f"reference/cli-{name}.md"] = _page(*_command(command, f"rewrite {name}", 1))
+        tables += [f"## {section}", _table(("command", "purpose"), rows)]
     intro = "Made from the commands themselves. `rewrite COMMAND --help` says the same."
-    index = _page("# Command line", intro, _table(("command", "what it does"), rows))
-    return {"reference/cli.md": index, **made}
+    bare = "`rewrite MODEL --recipe NAME` is `rewrite convert MODEL --recipe NAME`."
+    return {"reference/cli.md": _page("# Command line", f"{intro} {bare}", *tables), **made}
 
 
 def _command(command: Any, title: str, level: int) -> Iterator[str]:
     yield f"{'#' * level} {title}"
     yield _plain(command.help or command.short_help or "")
-    with click.Context(command, info_name=title) as context:  # type: ignore[arg-type]
-        usage = " ".join(command.collect_usage_pieces(context))
-        yield f"```\n{title.removesuffix(' MODEL') if 'MODEL' in usage else title} {usage}\n```"
-        rows = [row for p in command.params if (row := _parameter(p, context))]
-    if rows:
-        yield _table(("argument or option", "what it does"), rows)
+    yield f"```\n{title} {' '.join(command.collect_usage_pieces(None))}\n```"
+    yield "```\n" + "\n".join(command.examples) + "\n```"
+    if shown := [row for parameter in command.params if (row := command_help.row(parameter)) is not None]:
+        yield _table(("argument or option", "meaning"), [(f"`{name}`", _cell(text)) for name, text in shown])
     for name, inner in getattr(command, "commands", {}).items():
         yield from _command(inner, f"{title} {name}", level + 1)
 
 
-def _parameter(parameter: Any, context: Any) -> tuple[str, str] | None:
-    if getattr(parameter, "hidden", False):
-        return None
-    record = parameter.get_help_record(context)
-    if record is None:
-        name = parameter.make_metavar(context)
-        return (f"`{name}`", _cell(getattr(parameter, "help", None) or "")) if parameter.param_type_name else None
-    return f"`{record[0]}`", _cell(record[1])
-
-
 def recipes() -> dict[str, str]:
     """Every recipe that ships, whole."""
-    rows, made = [], {}
+    rows: dict[str, list[tuple[str, str]]] = {title: [] for title in KINDS.values()}
+    made = {}
     for entry in entries():
         recipe = Recipe.load(entry.name)
         paper = f"Paper: {recipe.paper}." if recipe.paper else ""
         text = find(entry.name).read_text(encoding="utf-8").rstrip()
         page = f"recipe-{entry.name}.md"
-        rows.append((f"[`{entry.name}`]({page})", _cell(recipe.summary)))
-        about = _plain(f"{recipe.summary} {paper}")
+        mark = f" **Recommended for {entry.recommended}.**" if entry.recommended else ""
+        rows[KINDS[entry.kind]].append((f"[`{entry.name}`]({page})", _cell(recipe.summary) + mark))
+        about = _plain(f"{recipe.summary} {paper}") + mark
         made[f"reference/{page}"] = _page(f"# {entry.name}", about, f"```yaml\n{text}\n```")
     intro = (
         "Made from the files of the package. `rewrite recipes show NAME` prints one. "
         "[Recipes](recipes.md) compares them; [Rewrites](../concepts/rewrites.md) has the equations."
     )
-    index = _page("# The recipes that ship", intro, _table(("recipe", "what it does"), rows))
-    return {"reference/library.md": index, **made}
+    tables = (f"## {title}\n\n{_table(('recipe', 'what it does'), found)}" for title, found in rows.items())
+    return {"reference/library.md": _page("# The recipes that ship", intro, *tables), **made}
 
 
 def fabric_pages() -> dict[str, str]:

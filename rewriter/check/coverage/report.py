@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.tables import plain_table
+from rewriter.common.tables import FittingTable
 
 # The main job, `rewrite MODEL --recipe NAME --tp 2` with text from two ranks, by the recipe.
 MAIN_JOB = {"main_job": "tensor-parallel", "main_job_ladder": "ladder"}
@@ -103,26 +103,20 @@ def table(rows: Sequence[Coverage], checks: Sequence[str] = CHECKS) -> Renderabl
     """One line per type: a mark per check, what two ranks share (after the main job, where that is checked) and the
     blocks of its residual stream; totals; below it the reasons."""
     main = sum(name in MAIN_JOB for name in checks)
-    titles = [TITLES.get(name, name) for name in checks]
-    titles[main:main] = ["split"] * bool(main)
-    shown = plain_table(
-        None,
-        *("type", *titles, "blocks"),
-        numbers=["split", "blocks"] if main else ["blocks"],
-        whole=["type", *titles[main + bool(main) :]],
-        header_style="dim",
-    )
+    columns = ["type", *checks[:main], *["split"] * bool(main), *checks[main:], "blocks"]
+    rows_shown = []
     for row in rows:
-        marks = [
-            "[bold red]WRONG[/]" if name in row.wrong else "[green]yes[/]" if getattr(row, name) else "[dim]–[/]"
+        marks = {
+            name: "[bold red]WRONG[/]" if name in row.wrong else "[green]yes[/]" if getattr(row, name) else "[dim]–[/]"
             for name in checks
-        ]
-        marks[main:main] = [percent(row.split)] * bool(main)
-        shown.add_row(escape(row.type), *marks, str(row.blocks or "–"))
-    shown.add_section()
-    totals = [str(sum(getattr(row, name) for row in rows)) for name in checks]
-    totals[main:main] = [""] * bool(main)
-    shown.add_row(f"[bold]{len(rows)}[/]", *totals, "")
+        }
+        about = {"type": escape(row.type), "split": percent(row.split), "blocks": str(row.blocks or "–")}
+        rows_shown.append(about | marks)
+    totals = {name: str(sum(getattr(row, name) for row in rows)) for name in checks}
+    rows_shown.append({"type": f"[bold]{len(rows)}[/]"} | totals)
+    headers = {name: TITLES.get(name, name).replace(" ", "\n") for name in checks}
+    look = {"numbers": ["split", "blocks"], "header_style": "dim", "padding": (0, 1, 0, 0)}
+    shown = FittingTable(columns, rows_shown, ("blocks", "split"), {}, None, headers, look=look)
     reasons = [f"[bold]{escape(row.type)}[/]: {escape(row.reason)}" for row in rows if row.reason]
     return Group(shown, "", *reasons)
 

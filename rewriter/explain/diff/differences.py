@@ -11,12 +11,13 @@ from rich.markup import escape
 from rich.text import Text
 
 from rewriter.common.numbers import digits, json_text
-from rewriter.common.tables import WIDE, plain_table
+from rewriter.common.tables import WIDE, FittingTable
 from rewriter.explain.plan_table import reads
 from rewriter.ir.layer_plan import LayerGroup, relative
 from rewriter.show.page import render
 
 _MOST = 20  # rows of a table on the terminal
+_DROPPED = ("bytes per token",)  # of the table of layers
 Row = tuple[str, tuple[int, str] | None, tuple[int, str] | None]
 """(kind, line before, line after): lines are (number, text), None where a side has no such line."""
 
@@ -115,10 +116,21 @@ class TensorDifferences:
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the report."""
+    """A table of the report. `dropped`: columns that a narrow terminal leaves out, the least important first."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    dropped: Sequence[str] = ()
+
+    def table(self, most: int) -> FittingTable:
+        """The first `most` rows for the terminal."""
+        places = [str(place) for place in range(len(self.columns))]  # two columns may have one name
+        rows = [dict(zip(places, map(escape, row), strict=False)) for row in self.rows[:most]]
+        if (more := len(self.rows) - most) > 0:
+            rows.append({"0": f"… {more} more (--json, --html: all)"})
+        dropped = [places[list(self.columns).index(name)] for name in self.dropped]
+        headers = dict(zip(places, self.columns, strict=True))
+        return FittingTable(places, rows, dropped, dict.fromkeys(places, 40), headers=headers, look=WIDE)
 
 
 @dataclass
@@ -150,7 +162,7 @@ class DiffReport:
         sections = [
             Section(("", self.before, self.after), known),
             Section(("pass", "what it did to the IR"), list(_pass_rows(self.passes))),
-            Section(("layers", "", "reads", "collectives", "bytes per token"), list(self._layer_rows())),
+            Section(("layers", "", "reads", "collectives", "bytes per token"), list(self._layer_rows()), _DROPPED),
             Section(("generated code", ""), code),
             *(self.tensors.sections() if self.tensors is not None else ()),
         ]
@@ -181,12 +193,7 @@ class DiffReport:
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = []
         for section in self.sections():
-            table = plain_table(None, *section.columns, fold=section.columns, **WIDE)
-            for row in section.rows[:_MOST]:
-                table.add_row(*map(escape, row))
-            if (more := len(section.rows) - _MOST) > 0:
-                table.add_row(f"… {more} more (--json, --html: all)")
-            parts += [table, Text()]
+            parts += [section.table(_MOST), Text()]
         parts += [Text(note, "dim") for note in self.notes]
         return Group(*parts, *([Text("Nothing differs.", "bold")] if self.same else []))
 

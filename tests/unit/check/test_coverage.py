@@ -260,7 +260,7 @@ def test_the_pages_have_totals_reasons_and_variants() -> None:
     held, stopped = kind("held", variants={"a=True": ""}), kind("stopped", variants={"b=True": "tp2: no"})
     page, reasons = coverage_pages.pages([*rows(), held, stopped]).values()
     assert "| ladder | 1 |" in page
-    assert "| good | yes | yes | 99 % | yes | yes | yes | yes | yes | yes | yes | 8 |" in page
+    assert "| good | ✓ | ✓ | 99 % | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | 8 |" in page
     assert "--tp 2` works on 1 of 4 types**" in page
     assert "1 of the 1\ntypes split 90 % or more, 0 less than half" in page
     assert "- **refused**: traces, ladder, tp2, tp4, desync, emitted: its mask needs\\_values \\| \\*here\\*" in reasons
@@ -277,7 +277,7 @@ def test_the_page_of_image_types_has_totals_and_reasons() -> None:
     (page,) = coverage_pages.image_pages([good, other]).values()
     assert "**1 of 2 types pass every check.** Wrong: none." in page
     assert "| **2** | 2 | 2 | 2 | 2 | 2 | 1 |" in page
-    assert "| other | yes | yes | yes | yes | yes | – |" in page
+    assert "| other | ✓ | ✓ | ✓ | ✓ | ✓ | ✗ |" in page
     assert "- **other**: pixels: no picture" in page
 
 

@@ -37,7 +37,10 @@ def test_here_everything_needed_is_there(capsys: pytest.CaptureFixture[str]) -> 
     names = {f["name"] for f in data["findings"]}
     assert names >= {"python", "torch", "transformers", "CPU", "backends", "C++", "temporary files"}
     assert data["commands"][0]["name"] == "MODEL --recipe"
-    assert {command["name"] for command in data["commands"]} == {*app.COMMANDS, "MODEL --recipe"} - {"doctor"}
+    assert {command["name"] for command in data["commands"]} == {*app.COMMANDS, "MODEL --recipe"} - {
+        "convert",
+        "doctor",
+    }
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "What every command needs is here" in out
@@ -140,19 +143,18 @@ def test_what_was_tried_is_supported_and_tested() -> None:
     assert TRIED["vllm"] == command.TRIED
 
 
-def test_the_readmes_badges_are_what_is_supported() -> None:
+def test_the_readme_names_the_versions_that_are_supported() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for package in ("torch", "transformers"):
-        oldest, newest = re.search(rf"!\[{package} ([\d.]+) to ([\d.]+)\]", text).groups()  # type: ignore[union-attr]
-        assert f"{package}-{oldest}%E2%80%93{newest}-" in text
+        oldest, newest = re.search(rf"\b{package} ([\d.]+\d) to ([\d.]+\d)", text).groups()  # type: ignore[union-attr]
         major, minor = newest.split(".")
         wanted = [(f"{oldest}.0", True), (f"{newest}.9", True), (f"{major}.{int(minor) + 1}.0", False)]
         wanted.append((f"{major}.{int(oldest.split('.')[1]) - 1}.9", False))
         assert [supported(package).contains(version) for version, _ in wanted] == [is_in for _, is_in in wanted]
-    assert f"![vLLM {TRIED['vllm'][-1]}, on CPUs]" in text
+    assert f"vLLM {TRIED['vllm'][-1]} was tried" in text
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == ">=3.11"
-    assert "![Python 3.11 and newer]" in text
+    assert "Python 3.11 or newer" in text
 
 
 def test_the_issue_forms_ask_for_it() -> None:

@@ -23,6 +23,7 @@ from rewriter.check.coverage.configs import small_config
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.explain.inspection import inspect
+from rewriter.explain.inspection_tables import tables
 from rewriter.ir.ops import SequencePlan
 from rewriter.passes.sequence.distributed_attention import AttentionShape, wire_bytes
 from rewriter.recipes import Recipe
@@ -415,3 +416,21 @@ collectives                             10                         8            
   exposed                               10                         6             8
 bytes per token                      3,328                     2,434         3,328
   exposed                            3,328                     2,113         2,816"""
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_routine_passes_that_changed_nothing_are_shown_on_demand(width: int) -> None:
+    found = inspect(zoo.config("llama"), "ladder", 2).data
+
+    def shown(verbose: bool) -> list[str]:
+        console = Console(width=width, color_system=None)
+        with console.capture() as capture:
+            console.print(tables(found, verbose=verbose))
+        return capture.get().splitlines()
+
+    brief, whole = shown(False), shown(True)
+    assert max(map(len, whole)) <= width
+    assert "merge_reductions" not in "".join(brief)
+    assert sum(line.startswith("merge_reductions") for line in whole) == 2  # as a pass, and as a rule
+    assert any(line.startswith("ladder") for line in brief)
+    assert ("B/token" in "".join(brief)) == (width > 80)

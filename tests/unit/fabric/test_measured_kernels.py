@@ -148,7 +148,7 @@ def test_a_decode_step_is_the_sum_of_its_measured_kernels(model: Program) -> Non
     glue = given.decode.seconds - least
     assert 0 < glue < 2 * 5 * 4e-6 + 3 * 10e-6  # five kernels a layer; embedding, head, norm
     assert given.decode.measured_seconds == pytest.approx(given.decode.compute_seconds, rel=1e-6)
-    assert any("100% of a decode step" in note for note in given.notes)
+    assert any("100% of a decode step" in note for note in given.details)
 
 
 def test_what_was_not_measured_is_on_the_roofline_and_says_so() -> None:
@@ -162,7 +162,7 @@ def test_what_was_not_measured_is_on_the_roofline_and_says_so() -> None:
         config, ["tensor-parallel"], api.Workload(tp=2), api.Cluster(what_if=("kernels=roofline",))
     ).predictions
     assert none.decode.measured_seconds == 0
-    assert any("by roofline" in note for note in none.notes)
+    assert any("by roofline" in note for note in none.details)
 
 
 def test_uncompiled_passes_run_more_kernels(model: Program) -> None:

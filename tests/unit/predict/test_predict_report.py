@@ -17,6 +17,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import write_text
 from rewriter.common.numbers import digits, duration, percent
 from rewriter.common.svg import log_ticks, strokes, ticks
+from rewriter.predict.as_json import to_json
+from rewriter.predict.next_command import next_words
 from rewriter.predict.results import (
     ExactChoice,
     FirstToken,
@@ -33,10 +35,10 @@ from rewriter.show.predict import predict_page as page
 from rewriter.show.timeline import scale, timeline, window
 
 
-def shown(found: RecipeComparison, width: int, *, pareto: bool = False) -> str:
+def shown(found: RecipeComparison, width: int, *, pareto: bool = False, verbose: bool = False) -> str:
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(ComparisonReport(found, pareto))
+        console.print(ComparisonReport(found, pareto, verbose))
     return capture.get()
 
 
@@ -70,7 +72,7 @@ def test_a_row_per_recipe_says_what_it_gains(width: int) -> None:
     p = found.predictions[1]
     for cell in (duration(p.seconds_per_token), f"{p.end_to_end:.2f}×", "12.0 µs"):
         assert cell in row
-    assert (duration(p.prefill.seconds) in row, "18.40 GB" in row) == (width >= 140, width >= 140)
+    assert (duration(p.prefill.seconds) in row, "18.40 GB" in row) == (width >= 100, width >= 140)
     assert any("prefill" in line and duration(p.prefill.seconds) in line for line in lines)
     assert percent(p.exposed_communication_seconds_per_token, p.seconds_per_token) in row
     assert ("80 %:" in "\n".join(lines)) == (" 80 % " in "\n".join(lines))  # explained, and shown
@@ -88,7 +90,7 @@ def test_times_to_first_token_stand_beside_the_time_per_token(width: int) -> Non
     for cell in ("10.2 ms", "81.9 ms", "328 ms !", duration(found.predictions[1].seconds_per_token), "×"):
         assert cell in row
     head = next(line for line in lines if line.startswith("recipe "))
-    assert head.index("TTFT 1k") < head.index("TTFT 8k") < head.index("TTFT 32k") < head.index("per token")
+    assert head.index("TTFT 1k") < head.index("TTFT 8k") < head.index("TTFT 32k") < head.index("token")
     assert all(len(line) <= width for line in lines)
     assert "TTFT" not in shown(comparison(), width)
     assert "TTFT 32k" in page(found)
@@ -96,14 +98,39 @@ def test_times_to_first_token_stand_beside_the_time_per_token(width: int) -> Non
 
 
 @pytest.mark.parametrize("width", [40, 60])
-def test_a_narrow_terminal_gets_a_list_per_recipe(width: int) -> None:
+def test_a_narrow_terminal_gets_fewer_columns(width: int) -> None:
     found = comparison(modelled=True)
     lines = shown(found, width).splitlines()
     assert all(len(line) <= width for line in lines)
-    assert [line.strip() for line in lines].count("ladder-upper-half") == 1
-    assert sum(line.startswith("per token ") for line in lines) == len(found.predictions)
-    assert " ".join(lines).count("Per token: one decode step") == 1
+    p = found.predictions[2]
+    row = next(line for line in lines if line.startswith("ladder-upper-half "))
+    assert row.rstrip().endswith(f"{p.end_to_end:.2f}×")
+    assert "18.40 GB" not in row
     assert any(line.startswith("MODELLED") for line in lines)
+
+
+def test_every_speedup_names_what_it_is_over() -> None:
+    alone = " ".join(shown(comparison(), 140).split())
+    listed = "Decode speedup (one decode step), prefill speedup (the prefill), end to end (a whole generation)"
+    assert f"{listed}: over tensor-parallel." in alone
+    found = replace(comparison(), engine="vllm", over="2 replicas", over_decode="TP 8", over_prefill="TP 8")
+    found = replace(found, exact=(exact("TP 8", 100.0), exact("2 replicas", 120.0)))
+    words = " ".join(shown(found, 140).split())
+    version = "vllm 0.33.0"
+    assert f"Decode speedup (one decode step), prefill speedup (the prefill): over TP 8 ({version})." in words
+    assert f"End to end (a whole generation): over 2 replicas ({version})." in words
+    assert f"End to end: over 2 replicas ({version})." in words
+    assert "prefill speedup (" not in " ".join(shown(found, 40).split()).lower()
+
+
+def test_what_decides_nothing_is_printed_on_demand() -> None:
+    found = comparison(notes=("Sums are extrapolated.",))
+    found = replace(found, predictions=tuple(replace(p, details=("overlap: 0 of 60",)) for p in found.predictions))
+    assert "Sums are extrapolated." in shown(found, 140)
+    assert "overlap: 0 of 60" not in shown(found, 140)
+    assert "overlap: 0 of 60" in shown(found, 140, verbose=True)
+    assert "overlap: 0 of 60" in page(found)
+    assert [one["details"] for one in to_json(found)] == [["overlap: 0 of 60"]] * 3
 
 
 def test_what_must_be_known_is_said_once() -> None:
@@ -122,7 +149,7 @@ def test_the_best_points_are_shown_on_demand() -> None:
     assert "Best TP degrees" not in shown(found, 140)
     text = shown(found, 140, pareto=True)
     best = sum(point.front for points in found.pareto.values() for point in points)
-    rows = text.partition("Best TP degrees")[2].splitlines()[2:]
+    rows = text.partition("Best TP degrees")[2].splitlines()[3:]
     assert len([row for row in rows if row.strip()]) == best
 
 
@@ -266,7 +293,9 @@ def test_the_verdict_is_the_best_that_the_engine_has() -> None:
     rounding = exact("TP 8, 8-bit prompt sums", tokens * 3, rounds=True)
     kept = verdict(compared(found, fast, slow, lacking, rounding))
     assert kept.startswith("Best as it is: 8 replicas of 1 GPU (vllm: --data-parallel-size)")
-    assert "Do not shard it. No recipe gains 5 % over that: keep the model (ladder-upper-half -50.0 %). Rests" in kept
+    assert (
+        "Do not shard it. No recipe gains 5 % over that: keep the model (ladder-upper-half -50.0 % end to end)" in kept
+    )
     some = verdict(compared(found, replace(fast, tp=2, replicas=4, name="4 replicas of 2 GPUs"), slow))
     assert "Recipes share layers among all 8 GPUs; --tp 2 compares them in one of these replicas." in some
     better = verdict(compared(found, slow, lacking, rounding, parameters=10**9))
@@ -280,6 +309,33 @@ def test_the_verdict_is_the_best_that_the_engine_has() -> None:
     assert "No recipe" not in verdict(compared(found, exact("TP 8", tokens), kind="exact"))
     assert "Nothing fits" in verdict(compared(found, replace(slow, fits=False)))
     assert verdict(found) == ""
+
+
+def test_the_next_command_follows_from_the_verdict() -> None:
+    found = replace(comparison(("tensor-parallel", "ladder-upper-half")), engine="vllm")
+    tokens = found.predictions[1].tokens_per_second
+    words = ["predict", "my model", "--recipe", "tensor-parallel", "--tp=8", "--batch", "4"]
+
+    def after(*choices: ExactChoice, **other: Any) -> list[str]:
+        return next_words(compared(found, *choices, **other), words, "my model", ["ladder-upper-half"])
+
+    slow = exact("TP 8", tokens / 1.2)
+    assert after(slow) == ["rewrite", "my model", "--recipe", "ladder-upper-half", "--tp", "8"]
+    replicas = dict(tp=1, replicas=8, options=("replicas", "fused-norm"), switches=("--data-parallel-size", "-cc.x=1"))
+    fast = exact("8 replicas of 1 GPU", tokens * 2, **replicas)
+    assert after(fast) == ["vllm", "serve", "my model", "--data-parallel-size", "8"]  # one GPU sums nothing
+    fast = replace(fast, tp=2, replicas=4)
+    assert after(fast) == ["rewrite", "predict", "my model", "--recipe", "tensor-parallel", "--batch", "4", "--tp", "2"]
+    flags = ["--tensor-parallel-size", "2", "--data-parallel-size", "4", "-cc.x=1"]
+    one_shot = exact("TP 8, one-shot", tokens * 2, options=("one-shot-pcie",), switches=("VLLM_SUMS=1",))
+    assert after(one_shot) == ["VLLM_SUMS=1", "vllm", "serve", "my model", "--tensor-parallel-size", "8"]
+    assert after(fast, kind="timing only") == ["vllm", "serve", "my model", *flags]
+    assert after(slow, engine="tensorrt-llm", kind="timing only") == []
+    assert after(replace(slow, fits=False))[-2:] == ["--tp", "16"]
+    assert next_words(found, words, "my model") == []
+    said = to_json(compared(found, slow), after(slow))[-1]
+    assert said["next"] == "rewrite 'my model' --recipe ladder-upper-half --tp 8"
+    assert said["verdict"].startswith("Best as it is")
 
 
 def test_the_verdict_says_what_it_rests_on() -> None:

@@ -101,7 +101,7 @@ def test_what_is_asked_reaches_the_api_and_the_recipe_is_written(
     ]  # fmt: skip
     assert Recipe.load(tmp_path / "mine.yaml").passes
     assert "rewrite search org/model" in (tmp_path / "page.html").read_text()
-    assert "rewrite org/model --recipe mine.yaml --tp 3" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("\nNext: rewrite org/model --recipe mine.yaml --tp 3\n")
 
 
 def test_what_is_slower_than_the_model_as_it_is_is_not_advised(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +112,7 @@ def test_what_is_slower_than_the_model_as_it_is_is_not_advised(api: Api, capsys:
     assert "Keep the model: as it is, it is faster with 3 replicas of 1 GPU." in told
     assert "wrote mine.yaml" in told
     assert "--recipe mine.yaml" not in told
+    assert told.endswith("Next: rewrite predict org/model --recipe tensor-parallel --fabric pcie-gen4 --tp 3\n")
 
 
 def test_the_recipe_has_a_name_of_its_own(api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +123,8 @@ def test_the_recipe_has_a_name_of_its_own(api: Api, tmp_path: Path, capsys: pyte
     assert found["chosen"]["speedup"] == 1.2
     assert [p["speedup"] for p in found["points"]] == [1.4, 1.2, 1.1, 1.02, 1.0]
     assert found["file"] == "model-h100-nvlink-tp8.yaml"
+    assert found["verdict"].startswith("The recipe gives 1.20× of plain tensor parallelism (predicted), for a rise")
+    assert found["next"] == "rewrite org/model --recipe model-h100-nvlink-tp8.yaml --tp 3"
 
 
 @pytest.mark.parametrize(

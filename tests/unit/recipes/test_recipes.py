@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from repository import ROOT
 from subprocesses import run_code
 
-import rewriter
 from rewriter.common.errors import RewriterError
 from rewriter.common.yaml_documents import MAX_BYTES, read
 from rewriter.passes.selection import Selection, resolve
@@ -54,10 +51,7 @@ class Split:
 @pytest.fixture
 def two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes `rewire` and `split` in place of the project's, whose options may grow."""
-    room = ModuleType("rewriter.passes")
-    room.available = lambda: {"rewire": Rewire, "split": Split}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rewriter.passes", room)
-    monkeypatch.setattr(rewriter, "passes", room, raising=False)
+    monkeypatch.setattr("rewriter.passes.available", lambda: {"rewire": Rewire, "split": Split})
 
 
 def refusal(text: str) -> str:
