@@ -51,7 +51,7 @@ test: lint typecheck
 test-all: lint typecheck
 	@$(BIN)/python -m pytest -q -n 2
 
-# Random and damaged inputs, programs, kills, disks and ranks, for so many hours; writes docs/results/reliability.md.
+# Random and damaged inputs, programs, kills, disks and ranks, for HOURS; writes docs/results/reliability.md and tools/soak/RESULTS.md.
 HOURS ?= 1
 soak: $(READY)
 	@PYTHONPATH=tools:tests/support:tests:. OMP_NUM_THREADS=1 $(BIN)/python -m soak --hours $(HOURS)

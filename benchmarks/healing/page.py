@@ -19,7 +19,7 @@ PAGE, CHART = DOCS / "results" / "adaptation.md", DOCS / "figures" / "healing.sv
 HEALED = HERE.parents[1] / "rewriter" / "recipes" / "healed.yaml"
 NAMES = {"smollm2": ("SmolLM2-135M-Instruct", 134515008), "gemma3": ("Gemma-3-270M", 268098176)}
 KEYS = ("model", "recipe", "way", "tokens", "tp")  # of a run
-SMOOTHED = 12  # points of a curve: each is the mean of so many parts of the run
+SMOOTHED = 12  # points of a curve: each is the mean of a part of the run
 SLOWEST = "all weights, fp32"
 FIRST = "smollm2"  # the model of runs whose line in the drawing names none
 
@@ -40,7 +40,7 @@ def read() -> dict[str, list[Run]]:
 
 
 def write() -> None:
-    """The page and its drawing, and what predictions say of recipes that heal."""
+    """Write the page, its drawing, and the list of recipes that heal, which predictions print."""
     HEALED.write_text(healed(read(), prefill.RECORD.read()["healing"]), encoding="utf-8")
     text, drawn = page(read())
     PAGE.write_text(text, encoding="utf-8")
@@ -89,7 +89,7 @@ def closed(run: Run) -> float:
 
 def _runs(runs: Sequence[Run]) -> str:
     lines = [
-        "| recipe | ranks | tokens | rewritten | healed | of the gap | perplexity of prose | tokens/s | memory, GB |",
+        "| recipe | ranks | tokens | rewritten | healed | gap closed | perplexity of prose | tokens/s | memory, GB |",
         "| --- | --: | --: | --: | --: | --: | --- | --: | --: |",
     ]
     for run in sorted(runs, key=lambda run: (run["model"], run["recipe"], run["tokens"])):
@@ -103,10 +103,13 @@ def _runs(runs: Sequence[Run]) -> str:
 
 
 def _methods(runs: Sequence[Run]) -> str:
-    """The ways of `ladder-upper-half`, beside the defaults at the same tokens."""
+    """The methods that were tried for `ladder-upper-half`, next to the defaults at the same number of tokens."""
     upper = [run for run in runs if run["recipe"] == "ladder-upper-half" and run["model"] == FIRST]
     ways = Counter(run["tokens"] for run in upper)
-    lines = ["| tokens | way | loss above the original's | of the gap | tokens/s |", "| --: | --- | --: | --: | --: |"]
+    lines = [
+        "| tokens | method | loss above the original's | gap closed | tokens/s |",
+        "| --: | --- | --: | --: | --: |",
+    ]
     for run in sorted(upper, key=lambda run: (run["tokens"], above(run, "after"))):
         if ways[run["tokens"]] > 1 or run["way"] != "defaults":
             cells = [f"{run['tokens']:,}", run["way"], f"+{above(run, 'after'):.2%}", f"{closed(run):.1%}"]
@@ -125,7 +128,7 @@ def _answers(runs: Sequence[Run]) -> str:
 
 
 def _speed(steps: Sequence[Run]) -> str:
-    lines = ["| | seconds of a core | × |", "| --- | --: | --: |"]
+    lines = ["| | seconds of one core | speedup |", "| --- | --: | --: |"]
     seconds = {way: fmean(found) for way, found in steps[-1]["seconds"].items()}
     for way, mean in sorted(seconds.items(), key=lambda item: -item[1]):
         lines.append(f"| {way} | {mean:.1f} | {seconds[SLOWEST] / mean:.1f} |")

@@ -78,13 +78,14 @@ def page(rows: Iterable[Row], tp: int) -> str:
     table = "\n".join(f"| `{one.type}` | {reason(one).replace('|', '∣')} |" for one in refused)
     return f"""# Padded sizes, by type
 
-`python -m benchmarks.models.padded_types` writes this page, with transformers {transformers.__version__}: every type
-that it registers as a causal LM, small, padded for {tp} ranks ([Any number of GPUs](../howto/any-number-of-gpus.md)).
+`python -m benchmarks.models.padded_types` writes this page, with transformers {transformers.__version__}. It tries \
+every type that transformers registers as a causal LM, small, padded for {tp} ranks \
+([Any number of GPUs](../howto/any-number-of-gpus.md)).
 
-Of {len(done)} types, {sum(one.traces for one in done)} are traced. {len(exact)} of them compute the same with padded
-sizes, by transformers' own classes and on ranks; {len(wrong)} compute something else; {len(refused)} are refused.
+{sum(one.traces for one in done)} of {len(done)} types are traced. {len(exact)} of them give the same results with \
+padded sizes, by transformers' own classes and on ranks; {len(wrong)} give other results; {len(refused)} are refused.
 
-The same: {", ".join(f"`{one.type}`" for one in exact)}.
+Same results: {", ".join(f"`{one.type}`" for one in exact)}.
 
 | refused | reason |
 |---|---|

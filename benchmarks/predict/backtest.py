@@ -314,36 +314,37 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
          "—" if s.coverage is None else f"{s.coverage:.0%}"] for name, s in groups(outcomes)
     ]  # fmt: skip
     parts = [
-        "# Predictions against what others measured",
-        "`python -m benchmarks.predict.backtest` writes this page. Its points are public figures by others, each "
-        "quoted with its source in [points.yaml](../../benchmarks/predict/points.yaml) and "
+        "# Predictions and published measurements",
+        "`python -m benchmarks.predict.backtest` writes this page. Its points are public figures measured by others, "
+        "each quoted with its source in [points.yaml](../../benchmarks/predict/points.yaml) and "
         "[points_pcie.yaml](../../benchmarks/predict/points_pcie.yaml). Nothing is fitted to them. "
-        "Times are per token of each sequence. [How a gain is predicted](../concepts/prediction.md) says how "
-        "predictions are made; [Left out of the backtest](../figures/backtest-left-out.md) has what does not count, "
-        "and why.",
+        "Times are per token of each sequence. [How a gain is predicted](../concepts/prediction.md) explains the "
+        "predictions; [Left out of the backtest](../figures/backtest-left-out.md) lists the figures that do not count, "
+        "with reasons.",
         f"**{Summary.of(outcomes)}.**",
-        "An error below 0 is a prediction that is too fast. A *step* is one decode step, a *generation* a prefill and "
-        "its steps, a *server*'s figure its time per output token, scheduler included: a step at the mean context, and "
-        "the prefills of other clients' requests that fall between. Its interval also holds what servers differ in "
-        "beyond kernels.",
-        "Goals that are missed: " + ("; ".join(missed(outcomes, gains)) or "none") + ".",
+        "An error below 0 means that the prediction is too fast. A *step* is one decode step; a *generation* is a "
+        "prefill and its steps. A *server*'s figure is its time per output token, scheduler included: a step at the "
+        "mean context, and the prefills of other clients' requests between steps. Its interval also covers differences "
+        "between servers beyond their kernels.",
+        "Missed goals: " + ("; ".join(missed(outcomes, gains)) or "none") + ".",
         table(["points", "number", "median abs. error", "within 20 %", "mean error", "in intervals"], kinds),
         "## Gains",
-        f"Of {len(gains)} published gains, predicted ones are "
-        f"{statistics.median(abs(g.difference) for g in gains) * 100:.1f} points of 1 % off in the median. A gain is "
-        "that of a recipe over standard tensor parallelism, of one fabric over another, or of one library's sums over "
-        "another's: of tokens per second, prefill included, or of decode steps alone. Those of Ladder Residual are "
-        "predicted in the design of its code, which is gpt-fast's: NCCL, embedding and head whole on every rank, "
-        "attention that is no fused kernel, logits of the whole prompt. *saves* is per token.",
+        f"The predictions of {len(gains)} published gains are off by "
+        f"{statistics.median(abs(g.difference) for g in gains) * 100:.1f} percentage points in the median. These gains "
+        "are not over the best exact choice of an engine: each is of a recipe over standard tensor parallelism, of one "
+        "fabric over another, or of one library's sums over another's, in tokens per second of a whole generation or "
+        "of decode steps alone. Gains of Ladder Residual are predicted in the design of its code, which is gpt-fast's: "
+        "NCCL, embedding and head whole on every rank, attention without a fused kernel, logits of the whole prompt. "
+        "*Saves* is per token.",
         table(
-            ["what, model, machine", "GPUs", "batch", "of", "published", "predicted", "difference",
+            ["recipe, model, machine", "GPUs", "batch", "of", "published", "predicted", "difference",
              "saves, ms", "predicted"],
             [[str(g.gain), str(g.gain.gpus), str(g.gain.batch), g.gain.of,
               f"{g.gain.value:.3f}", f"{g.predicted:.3f}", f"{g.difference * 100:+.1f}",
               "—" if g.gain.saved is None else f"{g.gain.saved * 1e3:.2f}", f"{g.saved * 1e3:.2f}"] for g in gains],
         ),
         "## Points",
-        "One by one: " + ", ".join(f"[{links}](../figures/{file})" for links, file in POINTS.items()) + ".",
+        "Tables of all points: " + ", ".join(f"[{links}](../figures/{file})" for links, file in POINTS.items()) + ".",
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -352,8 +353,8 @@ def points(links: str, outcomes: Sequence[Outcome]) -> str:
     """A page of points over these links: one of POINTS."""
     parts = [
         f"# Backtest: {links}",
-        "`python -m benchmarks.predict.backtest` writes this page, too: every point of the "
-        "[backtest](../results/backtest.md) over such links, with its source.",
+        "`python -m benchmarks.predict.backtest` also writes this page: every point of the "
+        "[backtest](../results/backtest.md) over these links, with its source.",
     ]
     for source in dict.fromkeys(one.point.source.name for one in outcomes):
         mine = [one for one in outcomes if one.point.source.name == source and one.counted]
@@ -365,7 +366,7 @@ def points(links: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """rewriter/predict/backtest.yaml: what a verdict says of predictions over a kind of link."""
+    """rewriter/predict/backtest.yaml: the accuracy of predictions by kind of link, which a verdict quotes."""
     found = {kind: Summary.of(one for one in outcomes if one.point.source.link == kind) for kind in get_args(LinkKind)}
     links = {
         kind: [one.point.fabric.narrowest for one in outcomes if one.counted and one.point.source.link == kind]
@@ -384,14 +385,14 @@ def left_out(outcomes: Sequence[Outcome], published: Published) -> str:
     """docs/figures/backtest-left-out.md."""
     parts = [
         "# Left out of the backtest",
-        "`python -m benchmarks.predict.backtest` writes this page, too: public figures that do not count in the "
-        "[backtest](../results/backtest.md), and why.",
+        "`python -m benchmarks.predict.backtest` also writes this page: public figures that do not count in the "
+        "[backtest](../results/backtest.md), with reasons.",
     ]
     if apart := [one for one in outcomes if not one.counted]:
         parts += ["## Not counted", table([*HEADER[:4], "why"], [[*row(one)[:4], one.why] for one in apart])]
     parts += [
         "## Rejected",
-        "What was read and left out, before it was predicted:",
+        "These figures were read and left out before anything was predicted:",
         table(["figures", "why"], [[one.what, one.why] for one in published.rejected]),
     ]
     return "\n\n".join(parts) + "\n"

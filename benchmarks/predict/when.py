@@ -1,24 +1,25 @@
-"""When does a recipe pay? docs/results/when.md and the README's table: recipes over the best exact choice of an engine.
+"""When does a recipe pay? docs/results/when.md: recipes over the best exact choice of an engine.
 
-    python -m benchmarks.predict.when              # all of it: both pages
+    python -m benchmarks.predict.when              # all of it: the page, which gains.py draws
     python -m benchmarks.predict.when --only 70B   # models whose name has this text; writes nothing
 
-An exact choice is the model as it is on all or a part of the GPUs, in replicas or stages, with every option that vLLM
-has on such a fabric (`rewriter.predict.exact`). A recipe has the same sums, and takes as many ranks as are best for it,
-in replicas that share the batch. A decode step counts at 1,024 + 512 tokens, a prefill of one sequence at each prompt.
+An exact choice is the unchanged model on all or some of the GPUs, in replicas or stages, with every option that vLLM
+has on that fabric (`rewriter.predict.exact`). A recipe uses the same sums and the number of ranks that is best for it,
+in replicas that share the batch. A decode step is timed at 1,024 + 512 tokens, a prefill with one sequence per prompt.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.healing import page as healing
 from benchmarks.predict.backtest_points import fabric_of, traced
+from benchmarks.support.record import Run
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import duration
 from rewriter.ir import Program
@@ -32,7 +33,8 @@ from rewriter.recipes.apply import load_recipe
 from rewriter.recipes.healed import HEALED, healed_runs
 
 ROOT = Path(__file__).parents[2]
-PAGE, README = ROOT / "docs" / "results" / "when.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "results" / "when.md"
+GLOSSARY = "../reference/glossary.md"
 ENGINE = "vllm"
 MODELS = {
     "Llama 3.1 8B": "llama-3.1-8b",
@@ -51,7 +53,7 @@ PROMPTS = (
 )  # fmt: skip
 FROM_SCRATCH = ("ladder", "parallel", "desync-4x")  # meant for models that are trained with them
 PROMPT, GENERATE = 1024, 512
-LEAST = 0.05  # a gain below it is not told from none: predicted gains of ladder are off by about as much
+LEAST = 0.05  # predictions cannot tell a smaller gain from no gain: those of ladder are off by about 5 points
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ FIT = "fit-tp"
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, or the model as it is, in words, and the seconds that count."""
+    """A recipe or an exact choice, in words, and its seconds."""
 
     words: str
     seconds: float
@@ -100,7 +102,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Cell:
-    """One question on one model and cluster: the best exact choice, None where nothing fits, and the best of each
+    """One question on one model and cluster: the best exact choice (None if nothing fits) and the best layout of each
     recipe that fits."""
 
     exact: Choice | None
@@ -129,7 +131,7 @@ class Chooser:
         self.programs: dict[tuple[str, int], Program | None] = {}
 
     def program(self, recipe: str, degree: int) -> Program | None:
-        """None where it cannot be applied on so many ranks."""
+        """The rewritten program, or None if the recipe cannot be applied on this number of ranks."""
         key = (recipe, degree)
         if key not in self.programs:
             try:
@@ -239,14 +241,15 @@ def of_uneven(title: str, cluster: Cluster) -> Uneven:
 
 def uneven_section(rows: Sequence[Uneven]) -> str:
     """The section on numbers of GPUs that heads do not divide by."""
-    asked = [f"decode, batch {batch}" for batch in BATCHES[:2]] + [f"prompt of {FIRST_TOKEN_PROMPTS[1] // 1024}k"]
-    header = ["model", "GPUs", "weights", *(name for what in asked for name in (f"{what}: best as it is", f"`{FIT}`"))]
+    asked = [f"decode, batch {batch}" for batch in BATCHES[:2]] + [f"prefill of {FIRST_TOKEN_PROMPTS[1] // 1024}k"]
+    header = ["model", "GPUs", "weights"]
+    header += [name for what in asked for name in (f"{what}: best exact choice", f"`{FIT}`")]
     return "\n\n".join(
         [
             "## Three, five, six or seven GPUs",
-            f"`{FIT}` pads sizes until all of the GPUs share every layer; it is exact ([Any number of "
-            "GPUs](../howto/any-number-of-gpus.md)). Beside it is the best that vLLM does with the model as it is: "
-            "fewer of the GPUs, replicas, stages.",
+            f"`{FIT}` pads sizes so that all of the GPUs share every layer; it is exact ([Any number of "
+            "GPUs](../howto/any-number-of-gpus.md)). Its gain is over vLLM's best exact choice without padding, in the "
+            "column before it: fewer of the GPUs, replicas or stages. *Weights*: by how much padding makes them grow.",
             table(header, [one.row() for one in rows]),
         ]
     )
@@ -266,10 +269,15 @@ def _signed(gain: float | None) -> str:
     return "—" if gain is None else f"{round(100 * gain):+d} %"
 
 
+def _is_healed(run: Run) -> bool:
+    """True of a run with the defaults that ended close enough to the original's loss."""
+    return bool(run["way"] == "defaults" and healing.above(run, "after") <= HEALED)
+
+
 def page(found: Sequence[Found], uneven: Sequence[Uneven]) -> str:
     """docs/results/when.md."""
     trained = [recipe for recipe in DECODING[:-1] if recipe not in FROM_SCRATCH]
-    asked = [f"decode, batch {batch}" for batch in BATCHES] + [f"prompt of {p // 1024}k" for p in FIRST_TOKEN_PROMPTS]
+    asked = [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill of {p // 1024}k" for p in FIRST_TOKEN_PROMPTS]
     prompted = [recipe for recipe in PROMPTS if recipe not in FROM_SCRATCH]
     answers = [
         [f.model, f.cluster, *(c.answer(trained) for c in f.decoding.values()),
@@ -278,67 +286,48 @@ def page(found: Sequence[Found], uneven: Sequence[Uneven]) -> str:
     runs = [run for run in healed_runs() if run.above <= HEALED]
     largest = max(run.parameters for run in runs) / 1e6
     ranks, healed = max(run.ranks or 1 for run in runs), dict.fromkeys(run.recipe for run in runs)
+    worst = max((r for r in healing.read()["runs"] if _is_healed(r)), key=lambda r: healing.above(r, "after"))
+    prose = worst["perplexity"]
     parts = [
         "# When does a recipe pay?",
-        "`python -m benchmarks.predict.when` writes this page and the README's table from predictions: [How a gain is "
-        "predicted](../concepts/prediction.md). [Backtest](backtest.md) says how far those are from measurements.",
-        f"- Gains are *decode speedups* (at {PROMPT:,} + {GENERATE} tokens) and *prefill speedups* (of one sequence) "
-        "over the best that vLLM can do with the model as it is: tensor parallelism over all GPUs or a part of "
-        "them, replicas, stages, and every option that it has on such a fabric, one-shot PCIe sums among them. The "
-        "tables of decode steps and first tokens name that choice. Recipes have the same sums, and choose their ranks "
-        "and replicas likewise, without stages.\n"
-        f"- Where no recipe gains {LEAST:.0%}, the answer is to keep the model.\n"
-        "- *Modelled*: formulas give the times of the network. Nobody measured it.\n"
-        "- All in bf16, but for what is named otherwise.",
-        "## What to run",
-        "The recipe that gains most, of those that are meant for a trained model. **Nobody measured that one heals at "
-        "these sizes or numbers of ranks**: the project's own runs ended within "
-        f"{HEALED:.0%} of the original's loss with {', '.join(f'`{r}`' for r in healed)} on models of at most "
-        f"{largest:.0f}M, bound to {ranks} ranks at most ([Healing](adaptation.md)). [Drift](drift.md) says what each "
-        "costs in loss before.",
+        "`python -m benchmarks.predict.when` writes this page from predictions. [How a gain is "
+        "predicted](../concepts/prediction.md) explains them, [Backtest](backtest.md) compares them with measurements.",
+        f"- A gain is a [decode speedup]({GLOSSARY}#decode-speedup) (at {PROMPT:,} + {GENERATE} tokens) or a [prefill "
+        f"speedup]({GLOSSARY}#prefill-speedup) (of one sequence) over vLLM's best exact choice: the unchanged model "
+        "with tensor parallelism on all or some of the GPUs, replicas, pipeline stages, and every option that vLLM has "
+        "on that fabric, one-shot PCIe sums included. The last two tables name this choice. Recipes use the same sums "
+        "and choose their number of ranks and replicas in the same way, but without stages.\n"
+        f"- If no recipe gains {LEAST:.0%}, the answer is to keep the model.\n"
+        "- *Modelled*: the times of the network come from formulas. Nobody measured them.\n"
+        "- Everything is in bf16 unless the model's name says otherwise.",
+        "## Which recipe to run",
+        "The table names the recipe with the largest gain among those meant for a trained model. **Nobody has healed a "
+        "model of these sizes, or on these numbers of ranks.** This project healed models of at most "
+        f"{largest:.0f}M parameters (4-bit GGUF, dequantized), bound to at most {ranks} ranks. The loss came within "
+        f"{HEALED:.0%} of the original's with {', '.join(f'`{r}`' for r in healed)}; in the worst of these runs it is "
+        f"{healing.above(worst, 'after'):.1%} above, and perplexity of prose rises from {prose['original']:.1f} to "
+        f"{prose['after']:.1f} ([Healing](adaptation.md)). [Drift](drift.md) has the cost of each recipe before "
+        "training.",
         table(["model", "GPUs", *asked], answers),
         uneven_section(uneven),
-        "## Decode steps",
+        "## Decode speedup",
         "`ladder`, `parallel` and `desync-4x` are meant for models that are trained with them from scratch. "
-        "`upper-bound` leaves communication out and computes something else: as much as hiding all of it gains at its "
-        "number of ranks. `parallel` may gain more, since it launches fewer kernels. "
-        "A dash: it cannot be applied, or does not fit in memory.",
+        "`upper-bound` leaves communication out and computes a different function: its gain is that of hiding all "
+        "communication at its number of ranks. It is no limit: `parallel` may gain more, since it also launches fewer "
+        "kernels. A dash: the recipe cannot be applied, or does not fit in memory.",
         table(
-            ["model", "GPUs", "batch", "best as it is", *(f"`{r}`" for r in DECODING)],
+            ["model", "GPUs", "batch", "best exact choice", *(f"`{r}`" for r in DECODING)],
             [[f.model, f.cluster, str(b), *_gains(c, DECODING)] for f in found for b, c in f.decoding.items()],
         ),
-        "## Time to first token",
-        "Recipes called `prefill-…` rewire the prompt alone, and generated tokens are computed as before from the keys "
-        "and values that they find. What these cost in loss is [measured](prefill.md) on small models.",
+        "## Prefill speedup",
+        "Recipes called `prefill-…` rewire only the prompt. Generated tokens are computed as in the original, from the "
+        "keys and values of the rewired prompt; [Prompts](prefill.md) has the measured cost in loss on small models.",
         table(
-            ["model", "GPUs", "prompt", "best as it is", *(f"`{r}`" for r in PROMPTS)],
+            ["model", "GPUs", "prompt", "best exact choice", *(f"`{r}`" for r in PROMPTS)],
             [[f.model, f.cluster, f"{p:,}", *_gains(c, PROMPTS)] for f in found for p, c in f.prefills.items()],
         ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-README_RECIPES = ("ladder-upper-half", "ladder-own-partial", "desync-2x-sum", "ladder")
-README_CLUSTERS = ("PCIe 5.0: 8 RTX PRO 6000", "NVLink: 8 H200")
-
-
-def readme(found: Sequence[Found], text: str) -> str:
-    """The README with the gains of Llama 3.1 70B in the rows of its table of recipes."""
-    of_70b = {f.cluster: f for f in found if f.model == "Llama 3.1 70B"}
-    for recipe in README_RECIPES:
-        cells = []
-        for cluster in README_CLUSTERS:
-            one = of_70b[cluster]
-            cells.append(_range([c.gain(recipe) for c in one.decoding.values()]))
-            cells.append(_range([c.gain(recipe) for c in one.prefills.values()]))
-        row = rf"(?m)^(\| `{recipe}`[^|]*\|)(?:[^|]*\|){{4}}"
-        text = re.sub(row, rf"\g<1> {' | '.join(cells)} |", text)
-    return text
-
-
-def _range(gains: Sequence[float | None]) -> str:
-    known = [round(100 * gain) for gain in gains if gain is not None]
-    return "—" if not known else f"{min(known):+d} to {max(known):+d} %"
 
 
 def main() -> None:
@@ -354,7 +343,6 @@ def main() -> None:
         print(page(found, uneven))
         return
     PAGE.write_text(page(found, uneven), encoding="utf-8")
-    README.write_text(readme(found, README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,8 @@ def drawn(points: Sequence[tuple[str, float, float, str]]) -> str:
 
     style = (
         "text{font:12px system-ui,sans-serif;fill:#444}.t{font-size:14px}.g{fill:#fff}.l{stroke:#ccc}"
-        ".a{fill:#1b6ca8}.x{fill:#c4472b}.h{fill:#3a8a4d}"
+        ".a{fill:#1b6ca8}.x{fill:#c4472b}.h{fill:#3a8a4d}@media(prefers-color-scheme:dark){text{fill:#aeb7c4}"
+        ".g{fill:#171b21}.l{stroke:#363d48}.a{fill:#6db3ea}.x{fill:#f08a70}.h{fill:#7cc98e}}"
     )
     parts = [rectangle(0, 0, WIDTH, HEIGHT, "g"), text(LEFT, 20, "Time to the first token against drift", "t")]
     parts.append(

@@ -1,5 +1,5 @@
-"""What goes wrong without an error in other implementations of attention over many ranks, and around them: the cases
-that no other test holds. docs/concepts/silent-failures.md lists all of them with their tests."""
+"""Wrong results without an error in other implementations of attention over many ranks, and around them: the cases
+that no other test covers. docs/concepts/silent-failures.md lists the failures, tests/silent_failures.md their tests."""
 
 from __future__ import annotations
 
@@ -345,20 +345,27 @@ def test_dropout_of_attention_is_known_to_the_runtime_module():
 # --- the list of them ---
 
 
+def table(page, part):
+    """Rows of cells of a section's table, without its head and the rows that group others."""
+    text = (ROOT / page).read_text().partition(f"\n## {part}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| **")]
+    return [line.strip("| ").split(" | ") for line in lines[1:]]
+
+
 @pytest.mark.parametrize(("part", "least"), [("Attention over sharded tokens", 40), ("Quantized collectives", 20)])
 def test_the_page_names_tests_that_exist(part, least):
-    """Each row of the table names one at least, an id in brackets only where that file or support has it written."""
-    page = (ROOT / "docs/concepts/silent-failures.md").read_text()
-    table = page.partition(f"\n## {part}\n")[2].partition("\n## ")[0]
-    lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
-    rows = [line.strip("| ").split(" | ") for line in lines[1:]]
+    """Each failure has one test at least; an id in brackets stands in that file or in tests/support."""
+    rows = table("tests/silent_failures.md", part)
     assert len(rows) >= least
+    assert [failure for failure, _ in rows] == [
+        failure for failure, _ in table("docs/concepts/silent-failures.md", part)
+    ]
     imported = [path.read_text() for path in (TESTS / "support").glob("*.py")]
     defined: dict[str, list[str]] = {}
     for path in TESTS.rglob("test_*.py"):
         for name in re.findall(r"^def (test_\w+)", text := path.read_text(), re.MULTILINE):
             defined.setdefault(name, imported[:]).append(text)
-    for _, _, tests in rows:
+    for _, tests in rows:
         names = re.findall(r"`(\w+)(?:\[([\w-]+)\])?`", tests)
         assert names, tests
         for test, case in names:

@@ -1,11 +1,10 @@
-"""The README's commands run, its picture and the drawings are what the code makes, and pages stay short and whole."""
+"""Pages stay short and whole and in plain English, and drawings are those that the code makes."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,10 +12,9 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import habits
 import pytest
-import torch
-from repository import ROOT, TINY_LLAMA
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from repository import ROOT
 
 from rewriter.cli.app import COMMANDS
 from rewriter.recipes import Recipe
@@ -25,85 +23,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
-def python_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-
-
-def quickstart() -> list[list[str]]:
-    """The `rewrite` lines of the README's first block."""
-    [block] = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
-    assert [line[0] for line in lines[:2]] == ["make", "python"]
-    assert all(line[0] == "rewrite" for line in lines[2:])
-    return [line[1:] for line in lines[2:]]
-
-
-def small_model(directory: Path) -> None:
-    """In place of the one that the README downloads: as many heads and layers that differ, random weights, bytes as
-    tokens and a chat template."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=72, intermediate_size=144, num_hidden_layers=4, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=512, dtype="bfloat16",
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    tokenizer.save_pretrained(directory)
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
-    small_model(tmp_path / "models/smollm2")
-    said = {}
-    for words in quickstart():
-        command = [sys.executable, "-m", "rewriter.cli", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{words}: {done.stderr}"
-        said[words[0]] = done.stdout
-    assert "ladder" in said["diff"]
-    assert all(recipe in said["predict"] for recipe in ("tensor-parallel", "ladder-upper-half"))
-    assert said["generate"].strip()
-    assert (tmp_path / "ladder/runtime/tp3/module.py").is_file()
-
-
-@pytest.mark.slow
-def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(TINY_LLAMA, tmp_path / "path/to/model")
-    monkeypatch.chdir(tmp_path)
-    names = {"input_ids": torch.arange(32)[None]}
-    [block] = python_blocks(README)
-    exec(block, names)
-    with torch.no_grad():
-        again = names["model"].eval()(names["input_ids"]).logits
-    assert torch.allclose(again.float(), names["logits"].float(), atol=0.1)
-
-
-@pytest.mark.slow
-def test_the_script_for_torchrun_writes_what_the_command_does(tmp_path: Path) -> None:
-    """The page's, on two ranks in place of eight."""
-    model, rewrite = str(TINY_LLAMA), [sys.executable, "-m", "rewriter.cli"]
-    [script] = python_blocks((ROOT / "docs/howto/run-on-ranks.md").read_text(encoding="utf-8"))
-    (tmp_path / "run.py").write_text(script, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "run.py"]
-    said = [
-        subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True).stdout
-        for words in (
-            [*rewrite, model, "--recipe", "ladder-upper-half", "--tp", "2", "--dtype", "bf16", "--out", "out"],
-            [*rewrite, "generate", "out", "--prompt", "The sky is", "--max-new-tokens", "20"],
-            torchrun,
-        )
-    ]
-    assert said[1].strip() == f"The sky is{said[2]}".strip()
-
-
-def test_the_readme_names_every_command() -> None:
-    listed = set(re.findall(r"\brewrite ([a-z]+)\b", README))
-    assert set(COMMANDS) <= listed
-
-
 def test_the_readme_and_the_pages_are_short() -> None:
-    assert README.count("\n") <= 150
+    assert README.count("\n") <= 90
     assert len(PAGES) > 60
     lines = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8").count("\n") for page in PAGES}
     assert {name: count for name, count in lines.items() if count > 250} == {}
@@ -114,7 +35,13 @@ def test_links_of_the_pages_lead_to_files() -> None:
     import reference
 
     made = {str(ROOT / "docs" / place) for place in reference.pages()}
-    sources = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+    others = [page for folder in ("benchmarks", "examples", "tools") for page in (ROOT / folder).rglob("*.md")]
+    sources = [
+        *PAGES,
+        *ROOT.glob("*.md"),
+        *(page for page in others if page.name != "page.md"),
+        ROOT / "tests/README.md",
+    ]
     for page in sources:
         text = re.sub(r"^( *)```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         targets = [target for target in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", text) if ":" not in target]
@@ -152,6 +79,49 @@ def test_the_lines_of_the_readme_are_links_to_files() -> None:
     assert [t for t in targets if not (ROOT / t).exists()] == []
 
 
+def test_the_status_is_written_once() -> None:
+    """The README has it word for word, since nothing includes files there; pages include it."""
+    status = (ROOT / "docs/includes/status.txt").read_text(encoding="utf-8").strip()
+    assert status in README
+    including = [page for page in PAGES if '--8<-- "status.txt"' in page.read_text(encoding="utf-8")]
+    assert ROOT / "docs/index.md" in including
+    sentence = re.split(r"(?<=[.:]) ", status.replace("\n> ", " "))[1]
+    repeated = [page for page in PAGES if sentence in " ".join(page.read_text(encoding="utf-8").split())]
+    assert repeated == []
+
+
+def rate(pages: list[Path], phrases: list[str]) -> float:
+    """Habits in 1,000 words."""
+    return 1000 * sum(len(list(habits.found(p, phrases))) for p in pages) / sum(map(habits.words, pages))
+
+
+def test_readme_and_pages_are_plain_english() -> None:
+    pages = habits.pages()
+    assert len(pages) > 60
+    assert rate(pages, habits.allowed()) <= habits.LIMIT, "python tools/docs/habits.py"
+
+
+def test_every_phrase_that_is_allowed_is_used() -> None:
+    lines = [line for page in habits.pages() for line in habits.prose(page.read_text(encoding="utf-8"))]
+    text = re.sub(r"[\[\]]", "", "\n".join(lines))
+    assert [phrase for phrase in habits.allowed() if phrase not in text] == []
+
+
+def test_a_page_with_the_habits_is_seen(tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.md", tmp_path / "good.md"
+    bad.write_text(
+        "What it costs is measured on those which wait. They are as many as before, beside others of their own.\n\n"
+        "It is quantized, where it is long. Of them, one is as fast as a copy. Weights it reads are kept.\n"
+    )
+    good.write_text(
+        "The command prints the cost. How much is it? Ranks wait for the sum.\n\n```\nas fast as it is\n```\n"
+    )
+    assert {found.habit for found in habits.found(bad, [])} == set(habits.HABITS)
+    assert rate([bad], []) > habits.LIMIT
+    assert list(habits.found(good, [])) == []
+    assert rate([bad], ["as fast as"]) < rate([bad], [])
+
+
 def test_the_recipes_of_the_pages_are_valid() -> None:
     blocks = [b for p in PAGES for b in re.findall(r"^```yaml\n(.*?)^```", p.read_text(encoding="utf-8"), re.S | re.M)]
     written = [block for block in blocks if "passes:" in block]
@@ -167,33 +137,6 @@ def test_the_picture_shows_what_is_predicted_today() -> None:
     drawn = re.findall(r"([\d.]+) ms a step", decode_figure.FIGURE.read_text(encoding="utf-8"))
     predicted = [row.phase.seconds * 1e3 for row in decode_figure.rows()]
     assert [float(d) for d in drawn] == pytest.approx(predicted, rel=0.05), "python -m benchmarks.decode.figure"
-
-
-@pytest.mark.slow
-def test_the_terminal_shows_what_the_commands_print() -> None:
-    import terminal
-
-    kept = terminal.FIGURE.read_text(encoding="utf-8")
-    assert all(line.split(" --")[0].replace(" ", "&#160;") in kept for line in terminal.COMMANDS)
-    words, numbers = without_decimals(terminal.picture(terminal.session()))
-    kept_words, kept_numbers = without_decimals(kept)
-    assert words == kept_words, "python tools/docs/terminal.py"
-    # Rounding errors of another processor are others, and no more than small.
-    assert numbers == pytest.approx(kept_numbers, rel=0.02, abs=1e-5), "python tools/docs/terminal.py"
-
-
-def without_decimals(picture: str) -> tuple[str, list[float]]:
-    """The words of a picture, and the numbers among them that are 0 or have a fraction or an exponent."""
-    text = " ".join(re.findall(r"<text\b[^>]*>([^<]*)</text>", picture)).replace("&#160;", " ")
-    number = r"\b\d+\.\d+(?:e-\d+)?\b|\b\d+e-\d+\b|(?<= )0(?= )"  # an error may be 0
-    return re.sub(rf"({number})\s*", "# ", text), [float(found) for found in re.findall(number, text)]
-
-
-def test_words_and_numbers_of_a_picture_are_told_apart() -> None:
-    words, numbers = without_decimals(
-        '<text x="1">drift&#160;0.142</text><text x="2">5e-07</text><text>12&#160;files</text>'
-    )
-    assert (words.split(), numbers) == (["drift", "#", "#", "12", "files"], [0.142, 5e-07])
 
 
 def test_no_picture_loads_anything_or_names_a_place() -> None:

@@ -126,11 +126,11 @@ def test_what_runs_first_is_over_in_seven_minutes_though_every_section_hangs(til
 
 
 def test_the_page_of_figures_has_the_rows_that_were_kept(tiles: Any) -> None:
-    """The tables of docs/figures/gpu.md are those of benchmarks/gpu/h100.json."""
+    """The tables of benchmarks/gpu/RESULTS.md are those of benchmarks/gpu/h100.json."""
     from benchmarks.gpu import run as gpu
     from benchmarks.gpu.sections import read
 
-    page = (ROOT / "docs" / "figures" / "gpu.md").read_text(encoding="utf-8")
+    page = (BENCHMARKS / "gpu" / "RESULTS.md").read_text(encoding="utf-8")
     assert page.endswith(gpu.page(read(BENCHMARKS / "gpu" / "h100.json"), gpu.FIRST))
 
 

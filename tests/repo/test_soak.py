@@ -365,37 +365,40 @@ def replaced(found: os.stat_result, kind: int | None) -> os.stat_result:
     return found if kind is None else os.stat_result((kind, *found[1:]))
 
 
-# The page
+# The pages
 
 
-def test_the_page_is_the_tallys() -> None:
+def test_the_pages_are_the_tallys_and_the_one_in_docs_is_short() -> None:
     assert tally.PAGE.read_text(encoding="utf-8") == tally.page(tally.runs())
+    assert tally.RESULTS.read_text(encoding="utf-8") == tally.results(tally.runs())
+    assert len(tally.page(tally.runs()).splitlines()) <= 30
 
 
 def test_counts_of_runs_add_up() -> None:
     kinds = {"inputs": {"first": 0, "behind": 2, "seconds": 1.0, "counts": {"headers: read": 5, "recipes: refused": 2}}}
     run = {"date": "2026-01-01", "commit": "abc", "seconds": 3600.0, "kinds": kinds, "failures": []}
     failed = run | {"failures": [{"case": "inputs:1", "what": "KeyError"}]}
-    page = tally.page([run, failed])
+    page, tables = tally.page([run, failed]), tally.results([run, failed])
     assert "| safetensors headers | 10 | 1,000,000 |" in page
     assert "| other damaged inputs | 4 | 10,000 |" in page
     assert "2.0 hours of a process in 2 runs: 1 failure, 1 of them left." in page
-    assert "- `inputs:1` at abc: KeyError\n" in page
-    assert "| | read | refused |\n|---|---:|---:|\n| headers | 10 |  |\n| recipes |  | 4 |\n" in page
-    assert "Not reached yet: programs × recipes × ranks" in page
+    assert "- `inputs:1` at abc: KeyError\n" in tables
+    assert "| | read | refused |\n|---|---:|---:|\n| headers | 10 |  |\n| recipes |  | 4 |\n" in tables
+    assert "not reached yet: programs × recipes × ranks" in page
 
 
 def test_a_failure_that_passes_when_repeated_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tally, "TALLY", tmp_path / "tally.json")
     monkeypatch.setattr(tally, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(tally, "RESULTS", tmp_path / "results.md")
     failures = [{"case": f"inputs:{n}", "what": "KeyError"} for n in (1, 2, 2)]
     tally.add({"date": "2026-01-01", "commit": "abc", "seconds": 3600.0, "kinds": {}, "failures": failures})
     tally.mend("inputs:2", "def")
-    page = tally.PAGE.read_text(encoding="utf-8")
-    assert "3 failures, 1 of them left." in page
-    assert "- `inputs:1` at abc: KeyError\n" in page
-    assert "- `inputs:2` at abc: KeyError. It passes at def. (2 times)\n" in page
-    assert "| 2026-01-01 | abc | 1.00 | not recorded | 3 |" in page
+    assert "3 failures, 1 of them left." in tally.PAGE.read_text(encoding="utf-8")
+    tables = tally.RESULTS.read_text(encoding="utf-8")
+    assert "- `inputs:1` at abc: KeyError\n" in tables
+    assert "- `inputs:2` at abc: KeyError. It passes at def. (2 times)\n" in tables
+    assert "| 2026-01-01 | abc | 1.00 | not recorded | 3 |" in tables
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def pages(texts: Mapping[str, str]) -> dict[str, str]:
     while waiting:
         path = waiting.pop()
         place = page_of(path)
-        if place in found:
+        if place in found or path.endswith(".ipynb"):
             continue
         file = ROOT / path
         if file.suffix == ".md":
@@ -53,7 +53,9 @@ def pages(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def page_of(path: str) -> str:
-    """Where the page of a repository's file is in the site."""
+    """The place of a repository's file in the site. The pages of notebooks are made by notebooks.py."""
+    if path.endswith(".ipynb"):
+        return f"notebooks/{Path(path).stem}.md"
     return f"{PREFIX}{path}" if path.endswith(".md") else f"{PREFIX}{path}.md"
 
 

@@ -79,9 +79,10 @@ def keep(name: str, result: Result) -> None:
 
 TEMPLATE = """# Versions
 
-Which versions of Python, torch and transformers `rewriter` was tried with, and when. `make matrix` installs the package
-with each set of versions, as pip resolves it that day, runs the smoke tests, and writes this page from
-`tools/matrix/results.json`. A set whose source was tried already is left out; `make matrix ARGS=--again` runs all.
+This page lists the versions of Python, torch and transformers that `rewriter` was tried with, and the dates.
+`make matrix` installs the package with each set of versions, as pip resolves it that day, runs the smoke tests, and
+writes this page from `tools/matrix/results.json`. It skips a set if this source was tried with it before;
+`make matrix ARGS=--again` runs all sets.
 
 {summary}
 
@@ -89,23 +90,24 @@ with each set of versions, as pip resolves it that day, runs the smoke tests, an
 |---|{rules}|
 {grid}
 
-A number is a Python that passed. Not every set is tried: each torch meets the oldest and the newest transformers, and
-each transformers meets torch {pinned}, which the whole test suite runs with. Empty cells were not tried.
+A number is a Python version that passed. Not every set is tried: each torch runs with the oldest and the newest
+transformers, and each transformers runs with torch {pinned}, the version of the whole test suite. Empty cells were not
+tried.
 
-## What runs in a cell
+## Tests of a cell
 
-On the model that ships, one thread, no GPU: [tests/repo/test_smoke.py](../../tests/repo/test_smoke.py).
+They use the model that ships, one thread and no GPU: [tests/repo/test_smoke.py](../../tests/repo/test_smoke.py).
 
-- Every module of the package is imported. Private names of torch that have gone are found here.
-- A trace computes what transformers' eager model computes, to 10⁻⁵ of the largest logit.
-- `rewrite` converts for two ranks, and verifies them. transformers alone loads the checkpoint; it computes what the
-  rewritten program computes when it is simulated, and so do two ranks under torchrun, which agree to the bit.
+- Every module of the package is imported. This finds private names of torch that no longer exist.
+- A traced program gives the logits of transformers' eager model, to 10⁻⁵ of the largest logit.
+- `rewrite` converts for two ranks, and verifies them. transformers alone loads the checkpoint. Its logits equal those
+  of the rewritten program in simulation and of two ranks under torchrun; the two ranks agree to the bit.
 - Two steps of `adapt` lower the loss, and two ranks end with the losses of one.
-- `predict` counts the bytes and the weights that a count by hand gives.
-- The stages of sharded training and the compiled module, which use private names of torch: their tests, but for the
+- The bytes and the weights that `predict` counts equal a count by hand.
+- The stages of sharded training and the compiled module use private names of torch: all their tests run except the
   slow ones.
 
-On Linux, pip's torch is most often a build for CUDA. It is imported and run on CPUs here.
+On Linux, pip's torch is most often a build for CUDA. The tests import it and run it on CPUs.
 
 ## Runs
 

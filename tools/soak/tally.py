@@ -1,4 +1,5 @@
-"""Findings of soaks: `tally.json`, one entry per run, and docs/results/reliability.md, which is made from it."""
+"""Findings of soaks: `tally.json`, one entry per run, and the pages made from it: docs/results/reliability.md, the
+summary, and tools/soak/RESULTS.md, the tables by kind, failures and runs."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TALLY = Path(__file__).with_name("tally.json")
 PAGE = ROOT / "docs" / "results" / "reliability.md"
+RESULTS = Path(__file__).with_name("RESULTS.md")
 
 Run = dict[str, Any]
 """date, commit, seconds; kinds: {name: {first, behind, seconds, counts}}; failures: [{case, what}], with the commit at
@@ -20,48 +22,56 @@ GOALS = (
     ("programs × recipes × ranks, against the independent references", 10_000, "programs", ("",), ""),
     ("safetensors headers", 1_000_000, "inputs", ("headers: ",), ""),
     ("other damaged inputs", 10_000, "inputs", ("",), "headers: "),
-    ("commands with options that nobody would mean", None, "options", ("",), ""),
+    ("commands with nonsensical options", None, "options", ("",), ""),
     ("kills at a system call, then resumed or started over", 200, "kills", ("killed: ",), ""),
-    ("two runs at one place", None, "kills", ("two at once: ",), ""),
-    ("a full or failing disk in mid-write", None, "disks", ("",), ""),
+    ("two runs in the same place", None, "kills", ("two at once: ",), ""),
+    ("a full or failing disk during a write", None, "disks", ("",), ""),
     ("a rank killed, paused or slowed", None, "ranks", ("killed: ", "paused: ", "slowed: "), ""),
     ("a command killed or ended while its ranks run", None, "ranks", ("command ",), ""),
 )
-"""What is counted, how many are the goal, the kind, how the names of its counts begin, and how they do not."""
+"""(what is counted, goal or None, kind, beginnings of the names of its counts, a beginning to leave out)."""
 
 TEMPLATE = """# Reliability
 
-What random and damaged inputs, programs, kills, disks and ranks have found in `rewriter`. `make soak HOURS=…` adds a
-run and writes this page from `tools/soak/tally.json`; an interrupted soak goes on where it was.
+`make soak HOURS=…` tests `rewriter` with random and damaged inputs, programs, kills, disks and ranks. {summary} \
+{reached} [Tables](../../tools/soak/RESULTS.md) have the counts by kind, all failures and all runs.
 
-{summary} A case is one random draw, which may try many inputs. It follows from its kind and number; to repeat one:
-`PYTHONPATH=tools:tests/support:tests:. .venv/bin/python -m soak --repeat KIND:NUMBER`.
-
-| what was tried | times | goal |
+| test | times | goal |
 |---|---:|---:|
 {goals}
 
-{reached}
+- **Inputs**: readers get safetensors headers, indices, configs, recipes, fabrics, manifests, weight references of \
+ranks and JSON Lines, valid or damaged. They read the input, or refuse it with a `RewriterError` that does not blame \
+rewriter.
+- **Options**: a command gets up to three additional options with nonsensical values. It runs, or explains the error \
+in one line; it never changes its inputs.
+- **Programs**: random architectures of {families} families and random mixes of layers on 1, 2, 3, 4 and 8 ranks. \
+Logits, gradients, a training step, cached text after padded prompts and emitted modules on real ranks agree with P \
+copies of transformers' eager model.
+- **Kills**: SIGKILL at a random system call that changes a file, in conversions, `adapt` and `predict`. The resumed \
+or restarted command gives the files of an undisturbed run, or its refusal says what to delete.
+- **Disks**: from a random system call on, the disk is full or fails, once or permanently. The command reports one \
+error, leaves no partial output, and later gives the files of an undisturbed run.
+- **Ranks**: one rank of `generate`, `adapt` or a verification is killed, paused or slowed, or the command gets \
+SIGKILL or SIGTERM. A failing command ends within {bound:.0f} s with one error and leaves no process, and no \
+temporary folder unless it was killed.
+"""
+RESULTS_TEMPLATE = """# Results of soaks
 
-## What is tried
+`make soak HOURS=…` adds a run and writes this page and [Reliability](../../docs/results/reliability.md) from \
+`tools/soak/tally.json`. An interrupted soak continues.
 
-- **Inputs.** Safetensors headers, indices, configs, recipes, fabrics, manifests, the ranks' weights by reference, and
-  JSON Lines: valid ones, damaged in their values, lines and bytes, through the readers that commands use. Each is read,
-  or refused with a `RewriterError` that does not call it a fault of rewriter. [atheris](https://github.com/google/atheris)
-  (libFuzzer) guides them by coverage: an input that comes to new code is damaged further.
-- **Options.** Commands that run, with up to three options more, of values that nobody would mean: numbers without end,
-  folders and devices for files, words for numbers. Each runs, or says in one line what is wrong; none changes what it
-  was given.
-- **Programs.** Random architectures of {families} families, random mixes of layers, P of 1, 2, 3, 4 and 8: logits, the
-  gradients of every parameter and a step along them, text with a cache after padded prompts, and emitted modules on
-  real ranks. The reference is P copies of transformers' eager model, which know no pass.
-- **Kills.** SIGKILL at a random system call that changes a file, of conversions in five ways, `adapt` and `predict`.
-  What was killed is resumed, or started over, to the files of an undisturbed run; or the refusal says what to delete.
-- **Disks.** From a random system call on, the disk is full (ENOSPC) or fails (EIO), once or for good. The command says
-  so in one error, leaves no half output, and afterwards comes to the files of an undisturbed run.
-- **Ranks.** Of `generate`, `adapt` and a conversion's verification, one rank is killed, paused for two seconds or
-  slowed, or the command itself gets SIGKILL or SIGTERM. It ends within {bound:.0f} s with one error where it fails, and
-  leaves no process, and unless it was killed itself no temporary folder.
+A case is one random draw, which may test many inputs. It follows from its kind and number. This repeats one: \
+`PYTHONPATH=tools:tests/support:tests:. .venv/bin/python -m soak --repeat KIND:NUMBER`.
+
+## Details of the kinds
+
+- **Inputs** are damaged in their values, lines and bytes. [atheris](https://github.com/google/atheris) (libFuzzer) \
+guides the damage by coverage: an input that reaches new code is damaged further.
+- **Options** include numbers without end, folders and devices instead of files, and words instead of numbers.
+- **Programs** are compared by logits, by the gradients of every parameter and by one step along them. The reference \
+knows no pass.
+- **Kills** strike conversions in five ways. **Disks** fail with ENOSPC or EIO. A **rank** is paused for two seconds.
 
 ## By kind
 
@@ -90,7 +100,7 @@ def behind(kind: str) -> int:
 
 
 def add(run: Run) -> None:
-    """Put a run after the others, and write the page."""
+    """Add a run, and write the pages."""
     keep([*runs(), run])
 
 
@@ -105,9 +115,10 @@ def mend(case: str, commit: str) -> None:
 
 
 def keep(known: Sequence[Run]) -> None:
-    """Write tally and page."""
+    """Write the tally and its pages."""
     TALLY.write_text(json.dumps({"runs": list(known)}, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(known), encoding="utf-8")
+    RESULTS.write_text(results(known), encoding="utf-8")
 
 
 def totals(known: Sequence[Run], kind: str) -> Counter[str]:
@@ -119,7 +130,7 @@ def totals(known: Sequence[Run], kind: str) -> Counter[str]:
 
 
 def tried(known: Sequence[Run], kind: str, begins: tuple[str, ...], but: str) -> int:
-    """How often something of GOALS was tried."""
+    """The number of times that a row of GOALS was tested."""
     counts = totals(known, kind)
     return sum(n for name, n in counts.items() if name.startswith(begins) and not (but and name.startswith(but)))
 
@@ -156,12 +167,30 @@ def page(known: Sequence[Run]) -> str:
 
     from soak.ranks import BOUND
 
-    goals, kinds = [], []
-    for what, goal, kind, begins, but in GOALS:
-        goals.append(f"| {what} | {tried(known, kind, begins, but):,} | {f'{goal:,}' if goal else ''} |")
+    goals = [
+        f"| {what} | {tried(known, kind, begins, but):,} | {f'{goal:,}' if goal else ''} |"
+        for what, goal, kind, begins, but in GOALS
+    ]
     missed = [what for what, goal, kind, begins, but in GOALS if goal and tried(known, kind, begins, but) < goal]
-    for kind in dict.fromkeys(kind for _, _, kind, _, _ in GOALS):
-        kinds.append(f"### {kind.capitalize()}\n\n{counted(totals(known, kind))}")
+    count = sum(len(run["failures"]) for run in known)
+    left = sum("mended" not in failure for run in known for failure in run["failures"])
+    hours, number = sum(run["seconds"] for run in known) / 3600, len(known)
+    found = f"{count or 'no'} failure{'s' * (count != 1)}" + (f", {left or 'none'} of them left" if count else "")
+    return TEMPLATE.format(
+        summary=f"**{hours:.1f} hours of a process in {number} run{'s' * (number != 1)}: {found}.**",
+        goals="\n".join(goals),
+        reached=f"Goals not reached yet: {'; '.join(missed)}." if missed else "Every goal is reached.",
+        families=len(draws.ALL_FAMILIES),
+        bound=BOUND,
+    )
+
+
+def results(known: Sequence[Run]) -> str:
+    """tools/soak/RESULTS.md of these runs."""
+    kinds = [
+        f"### {kind.capitalize()}\n\n{counted(totals(known, kind))}"
+        for kind in dict.fromkeys(goal[2] for goal in GOALS)
+    ]
     failed = Counter(
         f"- `{failure['case']}` at {run['commit']}: {failure['what']}"
         + (f". It passes at {failure['mended']}." if "mended" in failure else "")
@@ -169,20 +198,10 @@ def page(known: Sequence[Run]) -> str:
         for failure in run["failures"]
     )
     failures = [line if count == 1 else f"{line} ({count} times)" for line, count in failed.items()]
-    left = sum("mended" not in failure for run in known for failure in run["failures"])
     rows = [
         f"| {run['date']} | {run['commit']} | {run['seconds'] / 3600:.2f} | {_cases(run)} | {len(run['failures'])} |"
         for run in known
     ]
-    hours, number = sum(run["seconds"] for run in known) / 3600, len(known)
-    count = failed.total()
-    told = f"{count or 'no'} failure{'s' * (count != 1)}"
-    if count:
-        told += f", {left or 'none'} of them left"
-    summary = f"**{hours:.1f} hours of a process in {number} run{'s' * (number != 1)}: {told}.**"
-    reached = f"Not reached yet: {'; '.join(missed)}." if missed else "Every goal is reached."
-    return TEMPLATE.format(
-        summary=summary, goals="\n".join(goals), reached=reached, families=len(draws.ALL_FAMILIES), bound=BOUND,
-        kinds="\n\n".join(kinds),
-        failures="\n".join(failures) or "None.", runs="\n".join(rows),
-    )  # fmt: skip
+    return RESULTS_TEMPLATE.format(
+        kinds="\n\n".join(kinds), failures="\n".join(failures) or "None.", runs="\n".join(rows)
+    )
