@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.predict.backtest_points import read_models, traced
 from rewriter import Cluster, Workload, api
 from rewriter.adapt.schedule import Budget
+from rewriter.fabric import load_fabric
 
 FORWARDS, CHECKPOINTED = 4, 5
 SHARDED = ("3", "plus-plus", "node-local")
@@ -81,12 +82,16 @@ def forward_seconds(model: str, length: int, fabric: str) -> float:
     return found.predictions[0].prefill.seconds
 
 
-def table(job: Job, forward: float, tokens: Sequence[int]) -> str:
-    """What is printed."""
+def table(job: Job, forward: float, tokens: Sequence[int], memory: float) -> str:
+    """The printed lines. `memory`: bytes of a GPU."""
+
+    def needs(size: float) -> str:
+        return f"{size / 1e9:.1f} GB on each GPU" + (f", which has {memory / 1e9:.0f}" if size > memory else "")
+
     said = [
         f"{job.parameters / 1e9:.2f}e9 parameters, {job.nodes} nodes of {job.gpus} GPUs, rows of {job.length:,} tokens",
-        f"loading: {job.loading / 1e9:.1f} GB on each GPU, {job.loading * job.gpus / 1e9:.0f} GB of memory in a node",
-        *(f"state, --zero {zero}: {job.state(zero) / 1e9:.1f} GB on each GPU" for zero in SHARDED),
+        f"loading: {needs(job.loading)}; {job.loading * job.gpus / 1e9:.0f} GB of memory in a node",
+        *(f"state, --zero {zero}: {needs(job.state(zero))}" for zero in SHARDED),
         f"a forward pass of a row, predicted: {forward * 1e3:.0f} ms",
     ]
     for count in tokens:
@@ -109,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, action="append", required=True)
     given = parser.parse_args(arguments)
     job = Job(*parameters(given.model), given.nodes, given.gpus, given.length)
-    print(table(job, forward_seconds(given.model, given.length, given.fabric), given.tokens))
+    memory = load_fabric(given.fabric).device.memory
+    print(table(job, forward_seconds(given.model, given.length, given.fabric), given.tokens, memory))
 
 
 if __name__ == "__main__":

@@ -9,31 +9,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.healing import page as healing
+from benchmarks.prefill import page as prefill
 from rewriter.common.svg import circle, number, path, rectangle, text
-from rewriter.recipes.healed import HealedRun, healed_runs
 
 ROOT = Path(__file__).parents[2]
 WHEN, FIGURE = ROOT / "docs" / "results" / "when.md", ROOT / "docs" / "figures" / "gains.svg"
-MODEL, MEASURED = "Llama 3.1 70B", "SmolLM2-135M-Instruct"
+MODEL, MEASURED = "Llama 3.1 70B", "smollm2"
 RECIPES = ("ladder-upper-half", "desync-2x-sum", "ladder-own-partial", "prefill-desync-2x-sum")
 PANELS = {  # title: the third column of a table of when.md, and its row
     "decode step, batch 16": ("batch", "16"),
-    "prompt of 1k tokens": ("prompt", "1,024"),
-    "prompt of 8k tokens": ("prompt", "8,192"),
+    "one prompt of 1k tokens": ("prompt", "1,024"),
+    "one prompt of 8k tokens": ("prompt", "8,192"),
 }
 LOW, HIGH = -40, 60  # % of the axes
 WIDTH, LEFT, TOP, ROW, GAP, RIGHT = 900.0, 268.0, 98.0, 28.0, 24.0, 24.0
 ACROSS = (WIDTH - LEFT - RIGHT - 2 * GAP) / 3
 LINE = 19.0  # of the legend
 SUBTITLE = (
-    "Speedup, less one, over the best exact choice of vLLM: one-shot sums, fewer GPUs, replicas, pipeline stages."
+    "Speedup minus 1, over the best exact choice of vLLM: one-shot all-reduces, fewer GPUs, replicas, pipeline stages."
 )
-COSTS = f"Loss above the original's, rewritten → healed, measured on {MEASURED} (4-bit GGUF, dequantized)"
-NOTE = "* Network times from formulas. Not measured: gains on these GPUs, healing at 70B or on 8 ranks."
+COSTS = "Loss above the original's, rewritten → healed: SmolLM2-135M-Instruct (4-bit GGUF, dequantized), measured"
+NOTE = (
+    "* Network times computed. Losses are on text that the original wrote; prefill-…: on text after prompts. "
+    "Nobody has measured these gains."
+)
+OFFSETS = (-4.5, -1.5, 1.5, 4.5)  # of the recipes, so that equal gains are told apart
 STYLE = """
 text{font-family:system-ui,sans-serif;fill:#4d5766;font-size:12.5px}.bg{fill:#ffffff;stroke:#d5dae1}
 .t{font-weight:600;font-size:15px;fill:#1b2028}.b{font-weight:600;fill:#1b2028}.s{font-size:11px}
@@ -42,17 +45,6 @@ text{font-family:system-ui,sans-serif;fill:#4d5766;font-size:12.5px}.bg{fill:#ff
 @media (prefers-color-scheme:dark){text{fill:#aeb7c4}.bg{fill:#171b21;stroke:#363d48}.t,.b{fill:#eceff4}
 .g{stroke:#2c333d}.z{stroke:#aeb7c4}.r0{fill:#6db3ea}.r1{fill:#f08a70}.r2{fill:#7cc98e}.r3{stroke:#c59be0}}
 """
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a recipe costs on the measured model: shares by which the loss is above the original's, and tokens."""
-
-    rewritten: float | None
-    healed: float
-    tokens: int
-    ranks: int | None
-    perplexity: tuple[float, float] | None
 
 
 def gains(page: str) -> dict[str, dict[str, dict[str, int | None]]]:
@@ -73,45 +65,38 @@ def gains(page: str) -> dict[str, dict[str, dict[str, int | None]]]:
     return found
 
 
-def costs() -> dict[str, Cost]:
-    """Of each recipe, its longest run on the measured model."""
-    found = {}
-    for recipe in RECIPES:
-        runs = [run for run in healed_runs() if (run.recipe, run.model) == (recipe, MEASURED)]
-        run = max(runs, key=lambda run: run.tokens)
-        found[recipe] = _cost(run)
-    return found
+def costs() -> dict[str, str]:
+    """The cost of each recipe in words, from its longest run on the measured model."""
+    return {recipe: _of_prompts(recipe) if recipe.startswith("prefill-") else _of_all(recipe) for recipe in RECIPES}
 
 
-def _cost(run: HealedRun) -> Cost:
-    for kept in healing.read()["runs"]:
-        named = healing.NAMES[kept["model"]][0]
-        if (named, kept["recipe"], kept["tokens"], kept["way"]) == (run.model, run.recipe, run.tokens, "defaults"):
-            prose = kept["perplexity"]
-            return Cost(
-                healing.above(kept, "before"), run.above, run.tokens, run.ranks, (prose["original"], prose["after"])
-            )
-    return Cost(None, run.above, run.tokens, run.ranks, None)
+def _of_all(recipe: str) -> str:
+    runs = [run for run in healing.read()["runs"] if (run["model"], run["way"]) == (MEASURED, "defaults")]
+    run = max((run for run in runs if run["recipe"] == recipe), key=lambda run: run["tokens"])
+    prose = run["perplexity"]
+    said = f"+{healing.above(run, 'before'):.0%} → +{healing.above(run, 'after'):.1%} after {run['tokens']:,} tokens"
+    said += f"; perplexity of prose {prose['original']:.1f} → {prose['before']:.0f} → {prose['after']:.1f}"
+    return said + (f"; bound to {run['tp']} ranks" if run["tp"] else "")
 
 
-def words(recipe: str, cost: Cost) -> str:
-    """A line of the legend."""
-    before = "" if cost.rewritten is None else f"+{cost.rewritten:.0%} → "
-    said = f"{before}+{cost.healed:.1%} after {cost.tokens:,} tokens"
-    if cost.perplexity is not None:
-        said += f"; perplexity of prose {cost.perplexity[0]:.1f} → {cost.perplexity[1]:.1f}"
-    else:
-        said += "; only the prompt is rewired"
-    return said + (f"; bound to {cost.ranks} ranks" if cost.ranks else "")
+def _of_prompts(recipe: str) -> str:
+    runs = [run for run in prefill.RECORD.read()["healing"] if (run["model"], run["recipe"]) == (MEASURED, recipe)]
+    run = max(runs, key=lambda run: run["tokens"])
+    said = []
+    for name, title in (("manuals", "manuals"), ("calibration", "packaged text")):
+        losses = run["texts"][name]
+        before, after = (losses[when]["loss"] / losses["original"]["loss"] - 1 for when in ("before", "after"))
+        said.append(f"{title} {before:+.1%} → {after:+.1%}")
+    return f"{', '.join(said)} after {run['tokens']:,} tokens; bound to {run['tp']} ranks"
 
 
-def picture(found: Mapping[str, Mapping[str, Mapping[str, int | None]]], cost: Mapping[str, Cost]) -> str:
+def picture(found: Mapping[str, Mapping[str, Mapping[str, int | None]]], cost: Mapping[str, str]) -> str:
     """The whole SVG."""
     fabrics = list(dict.fromkeys(fabric for panel in found.values() for fabric in panel))
     bottom = TOP + ROW * len(fabrics)
     legend = bottom + 56
     height = legend + LINE * (len(RECIPES) + 1) + 28
-    title = f"Predicted gains of {MODEL} by fabric, for recipes that heal"
+    title = f"Predicted gains of {MODEL} by fabric, for recipes that were healed"
     parts = [
         text(16, 28, title, "t"),
         text(16, 48, SUBTITLE),
@@ -126,11 +111,11 @@ def picture(found: Mapping[str, Mapping[str, Mapping[str, int | None]]], cost: M
         parts += [
             circle(24, y - 4, 5, f"r{index}"),
             text(38, y, recipe, "b"),
-            text(200, y, words(recipe, cost[recipe])),
+            text(200, y, cost[recipe]),
         ]
-    parts.append(text(16, height - 14, NOTE))
+    parts.append(text(16, height - 14, NOTE, "s"))
     ground = rectangle(0.5, 0.5, WIDTH - 1, height - 1, "bg", round=8)
-    said = ". ".join(f"{recipe}: {words(recipe, cost[recipe])}" for recipe in RECIPES)
+    said = ". ".join(f"{recipe}: {cost[recipe]}" for recipe in RECIPES)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {number(WIDTH)} {number(height)}" role="img">'
         f"<title>{title}</title><desc>{said}.</desc><style>{STYLE}</style>{ground}\n" + "\n".join(parts) + "\n</svg>\n"
@@ -154,7 +139,9 @@ def _panel(
         for index, recipe in enumerate(RECIPES):
             gain = by_fabric.get(fabric, {}).get(recipe)
             if gain is not None:
-                parts.append(circle(place(gain), y, 5, f"r{index}", f"{recipe}, {fabric}: {gain:+d} %"))
+                parts.append(
+                    circle(place(gain), y + OFFSETS[index], 4.5, f"r{index}", f"{recipe}, {fabric}: {gain:+d} %")
+                )
     return parts
 
 

@@ -73,7 +73,7 @@ CLUSTERS = (
     Cluster("NVLink: 8 H200", "h200-nvlink", 8),
     Cluster("PCIe 5.0: 8 RTX PRO 6000", "pcie-gen5", 8),
     Cluster("PCIe 4.0: 8 L40S", "pcie-gen4", 8),
-    Cluster("PCIe: 4 RTX 3090, no peer access", "rtx-3090-no-p2p", 4),
+    Cluster("PCIe 4.0: 4 RTX 4090, no peer access", "rtx-4090-no-p2p", 4),
     Cluster("RoCE: 4 DGX Spark", "gb10-roce", 4),
     Cluster("TCP, 100 Gb/s: 2 nodes of 4 L40S", "two-nodes-100g", 8),
     Cluster("InfiniBand: 2 nodes of 8 H100", "h100-2x8-ib", 16),
@@ -115,12 +115,14 @@ class Cell:
         return self.exact.seconds / self.recipes[recipe].seconds - 1
 
     def answer(self, among: Iterable[str]) -> str:
-        """The exact choice, and the recipe of these that gains most over it."""
+        """The recipe of these that gains most over the exact choice, with its gain and its layout."""
         if self.exact is None:
             return "does not fit"
         best = max((r for r in among if r in self.recipes), key=lambda r: self.gain(r) or 0.0, default=None)
         gain = None if best is None else self.gain(best)
-        return f"`{best}` {_signed(gain)}" if gain is not None and gain >= LEAST else "keep the model"
+        if best is None or gain is None or gain < LEAST:
+            return "keep the model"
+        return f"`{best}` {_signed(gain)} ({self.recipes[best].words})"
 
 
 class Chooser:
@@ -297,6 +299,8 @@ def page(found: Sequence[Found], uneven: Sequence[Uneven]) -> str:
         "with tensor parallelism on all or some of the GPUs, replicas, pipeline stages, and every option that vLLM has "
         "on that fabric, one-shot PCIe sums included. The last two tables name this choice. Recipes use the same sums "
         "and choose their number of ranks and replicas in the same way, but without stages.\n"
+        "- Each column chooses for itself, on both sides: the gains of a row need not belong to one deployment, and do "
+        "not add up. For one deployment, `rewrite predict` gives whole generations (*end to end*).\n"
         f"- If no recipe gains {LEAST:.0%}, the answer is to keep the model.\n"
         "- *Modelled*: the times of the network come from formulas. Nobody measured them.\n"
         "- Everything is in bf16 unless the model's name says otherwise.",

@@ -102,11 +102,17 @@ def predict(
     validation = api.validate(model, recipe, here, alone, context=context) if validate else None
     if html is not None:
         _write_page(html, comparison, validation, fabric, command.obj or [])
-    words = next_words(comparison, command.obj or [], model, recipe)
+    words = next_words(comparison, command.obj or [], model if _has_weights(model) else "MODEL", recipe)
     if json:
         _print_json(comparison, validation, words)
     else:
         _print_tables(ComparisonReport(comparison, pareto, verbose), validation, html, words)
+
+
+def _has_weights(model: str) -> bool:
+    """False for a bare config.json, and for a directory without safetensors: no next command converts or serves it."""
+    place = Path(model)
+    return not place.exists() or (place.is_dir() and any(place.glob("*.safetensors")))
 
 
 def _draft(text: str | None) -> Draft | None:

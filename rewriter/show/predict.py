@@ -90,7 +90,7 @@ class ComparisonReport:
         if self.pareto:
             yield Text()
             yield _pareto(c.pareto)
-        lacking = [p.recipe for p in c.predictions if not p.fits or any(not one.fits for one in p.time_to_first_token)]
+        lacking = [said for p in c.predictions if (said := _lacking(p))]
         said = [f"! More than a device's memory: {', '.join(lacking)}."] if lacking else []
         if said := [*said, *notes(c, self.verbose)]:
             yield Text()
@@ -98,6 +98,14 @@ class ComparisonReport:
         if found := verdict(c):
             yield Text()
             yield Text(found, style="bold")
+
+
+def _lacking(p: Prediction) -> str:
+    """The recipe, if its generation does not fit, or with the prompts that do not; "" if all do."""
+    prompts = [f"{one.prompt:,}" for one in p.time_to_first_token if not one.fits]
+    if not p.fits or not prompts:
+        return "" if p.fits else p.recipe
+    return f"{p.recipe} with {p.batch} prompt{'s' * (p.batch > 1)} of {' or '.join(prompts)} tokens"
 
 
 def _recipes(c: RecipeComparison) -> FittingTable:

@@ -53,7 +53,7 @@ def test_a_recipe_that_gains_little_is_no_answer(gains: dict[str, float]) -> Non
     cell = when.Cell(when.Choice("TP 8", 1.0), {name: when.Choice("TP 8", 1 / gain) for name, gain in gains.items()})
     assert cell.answer(["ladder"]) == "keep the model"
     better = when.Cell(cell.exact, {"ladder": when.Choice("TP 4", 0.8)})
-    assert better.answer(["ladder"]) == "`ladder` +25 %"
+    assert better.answer(["ladder"]) == "`ladder` +25 % (TP 4)"
     assert when.Cell(None, {}).answer(["ladder"]) == "does not fit"
 
 

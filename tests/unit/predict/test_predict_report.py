@@ -133,6 +133,15 @@ def test_what_decides_nothing_is_printed_on_demand() -> None:
     assert [one["details"] for one in to_json(found)] == [["overlap: 0 of 60"]] * 3
 
 
+def test_prompts_that_do_not_fit_are_named() -> None:
+    found = comparison()
+    first, *others = found.predictions
+    times = (FirstToken(1024, 0.1), FirstToken(32_768, 3.0, fits=False))
+    found = replace(found, predictions=(replace(first, batch=16, time_to_first_token=times), *others))
+    said = f"! More than a device's memory: {first.recipe} with 16 prompts of 32,768 tokens."
+    assert said in " ".join(shown(found, 140).split())
+
+
 def test_what_must_be_known_is_said_once() -> None:
     found = comparison(fits=False, notes=("Activations are estimated.",))
     found = replace(found, what_if=("all_reduce=+5us",), skipped=(SkippedRecipe("odd", "8 heads do not divide by 3."),))
