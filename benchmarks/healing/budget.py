@@ -1,4 +1,4 @@
-"""What a run of `rewrite adapt` needs on GPUs: steps, bytes of each GPU, and hours. Nothing here was run on GPUs.
+"""Needs of a run of `rewrite adapt` on GPUs: steps, bytes of each GPU, and hours. Nothing here was run on GPUs.
 
     python -m benchmarks.healing.budget llama-3.1-8b --nodes 2 --gpus 8 --fabric h100-2x8-ib --length 4096 \
         --tokens 33000000 --tokens 3000000000

@@ -4,8 +4,8 @@
     python -m benchmarks.predict.backtest --only h800      # those whose id has it; writes nothing
     python -m benchmarks.predict.backtest --json FILE      # all figures, for tools
 
-No constant is fitted to the points by a program. A server's time per output token is that of a decode step at the mean context, and of
-the prefills of the other batch − 1 clients' requests that fall into one request, spread over its tokens.
+No constant is fitted to the points by a program. A server's time per output token is that of a decode step at the mean
+context, and of the prefills of the other batch − 1 clients' requests that fall into a request, spread over its tokens.
 """
 
 from __future__ import annotations
@@ -334,8 +334,9 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
         "## Gains",
         f"The predictions of {len(gains)} published gains are off by "
         f"{statistics.median(abs(g.difference) for g in gains) * 100:.1f} percentage points in the median. "
-        f"{of_ladder} of them are from the paper on Ladder Residual and its repository, measured on 2 to 16 H100; none is "
-        "of `desync` or `ladder-own-partial`. These gains are not over the best exact choice of an engine: each is of a recipe over standard tensor parallelism, of one "
+        f"{of_ladder} of them are from the paper on Ladder Residual and its repository, measured on 2 to 16 H100; "
+        "none is of `desync` or `ladder-own-partial`. These gains are not over the best exact choice of an engine: "
+        "each is of a recipe over standard tensor parallelism, of one "
         "fabric over another, or of one library's sums over another's, in tokens per second of a whole generation or "
         "of decode steps alone. Gains of Ladder Residual are predicted in the design of its code, which is gpt-fast's: "
         "NCCL, embedding and head whole on every rank, attention without a fused kernel, logits of the whole prompt. "

@@ -54,12 +54,13 @@ class AdaptReport:
     adaptation: dict[str, Any]
     source: str = ""
 
-    def to_json(self) -> str:
+    def to_json(self, words: Sequence[str] = ()) -> str:
         """The report as JSON, with the share of the gap to the original's loss that was closed (`gap_closed`), the
-        verdict on the output and the next command (`verdict`, `next`)."""
+        verdict on the output and the next command (`verdict`, `next`), with the options of the `words` that were given
+        after `rewrite`."""
         values = asdict(self)
         closed = gap_closed(self.losses) if "original" in self.losses else None
-        return json_text(values | {"gap_closed": closed} | of_adaptation(values, self.source)._asdict(), indent=2)
+        return json_text(values | {"gap_closed": closed} | of_adaptation(values, words)._asdict(), indent=2)
 
 
 def adapt(

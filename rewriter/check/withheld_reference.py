@@ -187,7 +187,7 @@ class _Hook:
         return torch.cat(copies)
 
     def _withheld(self, copy: int, value: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
-        """What a block adds in a copy: `value` at tokens where some block reads that copy, else what it adds to all."""
+        """The addition of a block in a copy: `value` at tokens that some block reads in it, else that of all."""
         rewired, exact = (
             value if copy in self.reference.read_in(wiring) else complete for wiring in self.reference.wirings
         )

@@ -73,8 +73,8 @@ def adapt(
     if not launching.is_first():
         return
     if json:
-        typer.echo(report.to_json())
+        typer.echo(report.to_json(context.obj or []))
         return
     from rewriter.cli.rendering import print_adaptation
 
-    print_adaptation(report.to_json())
+    print_adaptation(report.to_json(context.obj or []))

@@ -44,9 +44,10 @@ def listing(as_json: options.JsonList = False) -> None:
 
 
 @app.command(
+    short_help="Show a fabric's figures with their sources.",
     cls=command_with(
         "rewrite fabrics show h100-nvlink", "rewrite fabrics show pcie-gen5 --json", "rewrite fabrics show here.yaml"
-    )
+    ),
 )
 def show(
     fabric: Annotated[
@@ -81,6 +82,7 @@ def validate(
 
 @app.command(
     "import",
+    short_help="Make a fabric from logs of nccl-tests.",
     cls=command_with(
         "rewrite fabrics import all_reduce.log --out mine.yaml",
         "rewrite fabrics import all_reduce.log --op all_reduce --out mine.yaml",

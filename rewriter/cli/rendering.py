@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,11 @@ def print_report(text: str, *, verbose: bool = False) -> None:
         if content := report.get(title):
             sides = all(isinstance(content.get(side), Mapping) for side in ("before", "after"))
             console.print()
+            told = [content[key] for key in content if NOTE.fullmatch(key)]
+            content = {key: value for key, value in content.items() if not NOTE.fullmatch(key)}
             console.print((comparison if sides else facts)(title, content))
+            for note in told:
+                console.print(f"[dim]{escape(str(note))}[/]")
     for note in report.get("notes") or []:
         if verbose or " was not applied: " not in note:
             console.print(f"\n[dim]{escape(note)}[/]")
@@ -54,6 +59,7 @@ def print_adaptation(text: str) -> None:
     print_verdict(console, report)
 
 
+NOTE = re.compile(r"note( \d+)?")  # of a verification: sentences, as wide as the terminal
 LOSSES = {"original": "of the original", "before": "rewritten, before training", "after": "after training"}
 
 
@@ -102,7 +108,7 @@ def _passes(passes: Sequence[Mapping[str, Any]], verbose: bool) -> FittingTable:
             rows.append({"pass": name, "kind": escape(entry["kind"]), "what it did": escape(str(entry["summary"]))})
         if verbose or not routine:
             rows += [{"what it did": f"[dim]{escape(str(note))}[/]"} for note in entry.get("notes") or []]
-    return FittingTable(("pass", "kind", "what it did"), rows, ("kind",), {"what it did": 44}, look=WIDE)
+    return FittingTable(("pass", "kind", "what it did"), rows, wraps={"what it did": 44}, look=WIDE)
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

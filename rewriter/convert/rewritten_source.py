@@ -125,20 +125,28 @@ def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
     return out
 
 
-def check_packages(manifest: Manifest) -> None:
-    """Raise RewriterError if a pass of the recipe is of a package that is not installed here."""
+def check_packages(manifest: Manifest, of_any_version: bool = False) -> None:
+    """Raise RewriterError if a pass of the recipe is of a package that is not installed here, or not in the version
+    that the output was made with: another version may wire the model in another way."""
     for name, package in manifest.packages.items():
-        if name not in installed.names():
+        here = installed.requirement(name)
+        if here is None or here.partition("==")[0] != package.partition("==")[0]:
+            instead = "" if here is None else f"; {here} registers a pass of this name"
             raise RewriterError(
-                f"pass {name!r} of this output is of the package {package}, which is not installed. "
+                f"pass {name!r} of this output is of the package {package}, which is not installed{instead}. "
                 f"Install it: pip install {package}"
+            )
+        if here != package and not of_any_version:
+            raise RewriterError(
+                f"pass {name!r} of this output is of {package}, and {here} is installed. Install that version: "
+                f"pip install {package}, or let `rewrite refresh` compare the output with the installed one"
             )
 
 
 def applied_recipe(manifest: Manifest) -> Recipe:
-    """The recipe as it was applied, with every option as it was measured or overridden. Raises RewriterError as
-    `check_packages` does."""
-    check_packages(manifest)
+    """The recipe as it was applied, with every option as it was measured or overridden. Raises RewriterError for a
+    pass of a package that is not installed."""
+    check_packages(manifest, of_any_version=True)
     unnamed = {"summary": "Rewritten by a list of passes.", "paper": "-"}
     return Recipe.model_validate(unnamed | dict(manifest.recipe))
 

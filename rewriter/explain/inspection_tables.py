@@ -61,7 +61,7 @@ def _header(data: Mapping[str, Any]) -> Text:
 
 
 def _beside(unused: Mapping[str, int]) -> str:
-    """What a forward on text does not use, by module, in words; nothing where it uses all."""
+    """The parts that a forward on text does not use, by module, in words; nothing where it uses all."""
     if not unused:
         return ""
     names = [*unused] if len(unused) <= 5 else [*[*unused][:4], f"{len(unused) - 4} others"]

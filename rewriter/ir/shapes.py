@@ -86,7 +86,7 @@ class _Sizes:
 
 
 def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """What a function or method of torch, or an operator of the IR that leaves sizes as they are, makes of `values`."""
+    """The result of a function or method of torch, or of an operator of the IR that keeps sizes, on `values`."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     schema = getattr(node.target, "_schema", None)
     names = [] if schema is None else [argument.name for argument in schema.arguments]

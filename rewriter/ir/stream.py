@@ -144,7 +144,7 @@ def _block(between: Sequence[fx.Node], begin: fx.Node, modules: Mapping[str, Mod
 def _no_stream(value: fx.Node) -> NoStream:
     where = f"the output of {value.target}" if value.op == "call_module" else f"the result of {value.name}"
     return NoStream(
-        f"no residual stream: in layer {layer_of(value)}, {where} is not the sum of an earlier value and what was "
+        f"no residual stream: in layer {layer_of(value)}, {where} is not an earlier value plus a value "
         "computed from it; there is nothing to rewire.",
         value,
     )

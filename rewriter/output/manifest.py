@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from pathlib import Path
@@ -17,6 +18,7 @@ from rewriter.output.names import MANIFEST
 GOLDEN = "verification/golden.tensors"
 FORMER_GOLDEN = "golden.safetensors"  # where earlier versions wrote it; the manifest says which one an output has
 SCHEMA = 1
+CLOSE, CLOSE_KL = 0.01, 0.05  # a loss above the original's as a share of it, and nats: within both, no need to heal
 
 
 Requirement = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+$")]
@@ -145,6 +147,24 @@ class Drift(_Part):
     tokens: int
     text: str
 
+    @property
+    def rise(self) -> float | None:
+        """`above` of the losses on the text."""
+        before, after = (math.log(max(p, 1.0)) for p in (self.perplexity_before, self.perplexity_after))
+        return above(before, after)
+
+    @property
+    def close(self) -> bool:
+        """True if both the loss and the predictions are so near the original's that healing gains little."""
+        return self.rise is not None and self.rise <= CLOSE and self.kl <= CLOSE_KL
+
+
+def above(original: float, loss: float) -> float | None:
+    """A loss over the original's, less one. None where the original's is 0, or one of them is not finite."""
+    if not (math.isfinite(original) and math.isfinite(loss)) or original <= 0:
+        return None
+    return loss / original - 1
+
 
 class Verified(_Part):
     """Comparisons, and notes on what was not compared and why. `level` is none, shrunken or full."""
@@ -250,13 +270,16 @@ class Manifest(_Part):
 def damage(manifest: Manifest) -> str | None:
     """The distance from the original, as text, where a recipe changed the function and nothing has healed it since.
 
-    None where the single-device model computes the original's function, and after any fine-tuning.
+    None where the single-device model computes the original's function, where it was measured close to it, and after
+    any fine-tuning.
     """
     changed = manifest.adapted.modeling is not None and any(entry.kind == "approximating" for entry in manifest.passes)
     if not changed or manifest.adaptation is not None:
         return None
     if (drift := manifest.verification.drift) is None:
         return "it computes another function than the original; how far off was not measured"
+    if drift.close:
+        return None
     return (
         f"its predictions are {drift.kl:.3g} nats (KL) from the original's on {drift.tokens:,} tokens, its perplexity "
         f"{drift.perplexity_after:.4g} instead of {drift.perplexity_before:.4g}"
@@ -265,8 +288,13 @@ def damage(manifest: Manifest) -> str | None:
 
 def healing(directory: str | os.PathLike[str], out: str | None = None, tokens: int = 100_000) -> str:
     """The command, for a shell, that heals the output in `directory`; `out` is next to it by default."""
-    name = os.fspath(directory)
+    name = as_argument(os.fspath(directory))
     return shlex.join(["rewrite", "adapt", name, "--out", out or f"{name.rstrip('/')}-healed", "--tokens", f"{tokens}"])
+
+
+def as_argument(directory: str) -> str:
+    """The path as a command takes it: one that begins with a dash would be read as an option."""
+    return f"./{directory}" if directory.startswith("-") else directory
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -24,6 +24,8 @@ def requirement(name: str, module: str | None = None) -> str | None:
     """The package that registers pass `name`, as pip takes it: `rewriter-damp==0.1`. None if no package does, or if the
     class in use is of a `module` of another package."""
     for point in _points(tuple(sys.path)).get(name, ()):
+        if point.dist is None:
+            continue
         if module is None or module.partition(".")[0] == point.module.partition(".")[0]:
             return _package(point)
     return None

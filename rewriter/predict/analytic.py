@@ -344,7 +344,7 @@ class Predictor:
         return f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
 
     def _estimated(self, done: _Simulated) -> tuple[str, ...]:
-        """How the durations of collectives were found that nobody measured among such ranks."""
+        """The origin of the durations of collectives that nobody measured among such ranks."""
         return tuple(dict.fromkeys(note for call in _communicated(done) if (note := self.known[call].note)))
 
     def _source_of_sums(self, done: _Simulated) -> AllReduces:

@@ -33,7 +33,7 @@ class Engine(_Strict):
 
 
 class Release(_Strict):
-    """How an engine's option is switched on, and where it is new, the first release that has it."""
+    """The switch of an engine's option and, where it is new, the first release that has it."""
 
     switch: Text
     since: str = ""

@@ -1,4 +1,4 @@
-"""What users can have without changing the model: faster sums, fewer GPUs to a replica, stages, drafts.
+"""Choices that leave the model unchanged: faster sums, fewer GPUs to a replica, stages, drafts.
 
 A choice is a layout (tensor-parallel ranks, stages, replicas) with options of an engine (`predict.engines`). Sums are
 those of the fastest library that the engine may use, for every message. The rest is as `rewrite predict` simulates it:
@@ -95,12 +95,12 @@ class ExactChoices:
         return tuple(library for library in (*self.libraries, *extra) if library in known) or None
 
     def _release(self, name: OptionName) -> str | None:
-        """How the engine switches an option on; None where no release has it."""
+        """The engine's switch of an option; None where no release has it."""
         release = options()[name].engines.get(self.engine)
         return None if release is None else release.switch
 
     def _asks(self, name: OptionName) -> str:
-        """What an option needs: of machine and model, and of the engine."""
+        """The needs of an option: of machine and model, and of the engine."""
         release, needs = options()[name].engines.get(self.engine), options()[name].needs
         since = "" if release is None or not release.since else f"{self.engine} {release.since} or newer"
         return ", ".join(said for said in (since, needs) if said)

@@ -48,7 +48,7 @@ def _runnable(comparison: RecipeComparison) -> list[Prediction]:
 
 
 def verdict(comparison: RecipeComparison) -> str:
-    """What to run: the best exact choice that the engine has, or a recipe that gains more and heals; and what the
+    """The advice: the best exact choice that the engine has, or a recipe that gains more and heals; and what the
     prediction rests on. Empty without exact choices."""
     found = decide(comparison)
     if found is None:
@@ -89,7 +89,8 @@ def _recipe(decision: Decision, best: ExactChoice, comparison: RecipeComparison)
         return ""
     most = max(changed, key=lambda p: p.tokens_per_second)
     gain = f"{most.recipe} {100 * (most.end_to_end - 1):+.1f} % end to end"
-    return f"No recipe gains 5 % over {what}: keep the model ({gain})." + _on_fewer(over, most)
+    drafts = " (recipes are compared without drafts)" if best.name != over.name else ""
+    return f"No recipe gains 5 % over {what}{drafts}: keep the model ({gain})." + _on_fewer(over, most)
 
 
 def _on_fewer(over: ExactChoice, most: Prediction) -> str:
@@ -113,14 +114,14 @@ def heals(p: Prediction, parameters: int) -> str:
         healed = [run.above <= HEALED for run in best.values()]
         said = "heals" if all(healed) else "heals on some models" if any(healed) else "did not heal"
         ended = ", ".join(
-            f"{run.model} ended {percent(run.above, 1)} above its loss" for run in reversed(best.values())
+            f"{run.model} ended {100 * run.above:.1f} % above its loss" for run in reversed(best.values())
         )
         return f"it {said}: {ended}"
     where = "" if all(run.ranks is None for run in runs) else f" on {p.tp} ranks"
     smaller = min(runs, key=lambda run: run.above, default=None)
     seen = ""
     if smaller is not None:
-        seen = f" ({smaller.model}, {_size(smaller.parameters)}, ended {percent(smaller.above, 1)} above)"
+        seen = f" ({smaller.model}, {_size(smaller.parameters)}, ended {100 * smaller.above:.1f} % above its loss)"
     return f"nobody measured that it heals at this size{where}{seen}"
 
 
@@ -129,7 +130,7 @@ def _size(parameters: int) -> str:
 
 
 def rests_on(comparison: RecipeComparison) -> str:
-    """What was measured, what is by formula, and how far published figures of such links are from predictions."""
+    """The measured share, the part by formula, and the distance of published figures of such links from predictions."""
     first = comparison.predictions[0]
     share = percent(first.decode.measured_seconds, first.decode.compute_seconds)
     kernels = f"{share} of the computing measured" if first.decode.measured_seconds else "computing by roofline"

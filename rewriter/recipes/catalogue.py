@@ -15,7 +15,7 @@ KINDS: dict[Kind, str] = {
     "exact": "Exact: the same function",
     "overlapped": "Overlapped all-reduces: another function, heal it",
     "fewer": "Fewer all-reduces: another function, heal it",
-    "prompt": "The prompt alone: generated tokens are computed exactly",
+    "prompt": "The prompt alone: another function of the prompt, the original's wiring after it",
     "bits": "Fewer bits: long messages are rounded",
     "sequences": "Long sequences: the same function, ranks share tokens",
     "timing": "Timing only: no checkpoint is written",

@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rewriter.output.manifest import healing
+from rewriter.output.manifest import Drift, above, as_argument, healing
 from rewriter.recipes.healed import HEALED
 
 LEAST_AGAIN = 100_000  # tokens of a longer fine-tuning
+TRY = "Test it on your tasks before you serve it."
 
 
 class Verdict(NamedTuple):
@@ -26,67 +27,60 @@ def of_conversion(report: Mapping[str, Any]) -> Verdict:
     if report.get("dry_run"):
         changes = f"another function than {model}" if kinds - {"exact"} else f"the same function as {model}"
         return Verdict(f"Nothing was written. The output would compute {changes}.")
-    if "timing only" in kinds:
-        return Verdict("For timing only: it computes nothing useful.")
     checks = report.get("verification") or {}
     if not kinds - {"exact"}:
         if not any(isinstance(error, float) for error in checks.values()):
-            return Verdict(f"Meant to be the same function as {model}; nothing was compared.", verifying(report["out"]))
+            return Verdict(f"Meant to be the same function as {model}; nothing was compared.")
         return Verdict(f"Same function as {model}.", serving(report["out"]))
-    above, tokens = drift_of(checks.get("drift"))
-    if above is None:
+    drift = None if checks.get("drift") is None else Drift.model_validate(checks["drift"])
+    if drift is None or drift.rise is None:
         return Verdict(
             f"Not yet usable: it computes another function than {model}, and its loss was not measured.",
             healing(report["out"]),
         )
-    measured = f"the loss is {apart(above)} the original's on {tokens:,} tokens"
-    if above <= HEALED:
-        return Verdict(f"Close to {model}: {measured}.", serving(report["out"]))
+    measured = f"the loss is {apart(drift.rise)} the original's on {drift.tokens:,} tokens"
+    if drift.close:
+        return Verdict(f"Close to {model}: {measured}. {TRY}", serving(report["out"]))
+    if drift.rise <= HEALED:
+        return Verdict(f"Not healed: {measured}, KL {drift.kl:.2g} nats.", healing(report["out"]))
     return Verdict(f"Not yet usable: {measured}.", healing(report["out"]))
 
 
-def drift_of(drift: Mapping[str, Any] | None) -> tuple[float | None, int]:
-    """(the loss after a rewrite over the original's, less one, the tokens that it was measured on). None without a
-    measurement, and for losses that are 0 or not finite."""
-    if drift is None:
-        return None, 0
-    before, after = (math.log(drift[f"perplexity_{side}"] or 1.0) for side in ("before", "after"))
-    return above(before, after), drift["tokens"]
-
-
-def of_adaptation(report: Mapping[str, Any], source: str) -> Verdict:
-    """The verdict on the data of an `AdaptReport` of a run on the directory `source`."""
-    losses, done = report["losses"], report["adaptation"]
+def of_adaptation(report: Mapping[str, Any], words: Sequence[str] = ()) -> Verdict:
+    """The verdict on the data of an `AdaptReport`. `words`: of the command that made it, after `rewrite`; the next one
+    trains longer with the same options."""
+    losses = report["losses"]
     before, after = losses["before"], losses["after"]
-    rise = above(losses["original"], after) if "original" in losses else None
-    if rise is None:
+    if not math.isfinite(after) or after >= before:
+        return Verdict(f"Not healed: training took the loss from {before:.3g} to {after:.3g} nats per target.")
+    if "original" not in losses:
         change = f"The loss went from {before:.3g} to {after:.3g}; the original's was not measured."
-        return Verdict(change, serving(report["out"]))
-    closed = gap_closed(losses)
+        return Verdict(f"{change} {TRY}", serving(report["out"]))
+    rise, closed = above(losses["original"], after), gap_closed(losses)
     share = "" if closed is None else f" {100 * closed:.0f} % of the gap is closed."
-    if closed is not None and closed < 0:
-        share = f" The gap grew by {-100 * closed:.0f} %."
+    if rise is None:
+        return Verdict(f"The loss went from {before:.3g} to {after:.3g}. {TRY}", serving(report["out"]))
+    said = f"the loss is {apart(rise)} the original's.{share}"
     if rise <= HEALED:
-        tried = "Test it on your tasks before you serve it."
-        return Verdict(f"The loss is {apart(rise)} the original's.{share} {tried}", serving(report["out"]))
-    tokens = 4 * max(int(done["tokens"]), LEAST_AGAIN // 4)
-    return Verdict(
-        f"Not healed yet: the loss is {apart(rise)} the original's.{share}",
-        healing(source, f"{report['out']}-{tokens}", tokens),
-    )
+        return Verdict(f"{said[0].upper()}{said[1:]} {TRY}", serving(report["out"]))
+    return Verdict(f"Not healed yet: {said}", _longer(report, words))
+
+
+def _longer(report: Mapping[str, Any], words: Sequence[str]) -> str:
+    """The command that trains again on more tokens, into another directory."""
+    tokens = 4 * max(int(report["adaptation"]["tokens"]), LEAST_AGAIN // 4)
+    out = f"{report['out'].rstrip('/')}-{tokens}"
+    if not words:
+        return healing(report["source"], out, tokens)
+    kept = [word for word in words if word not in ("--resume", "--json")]
+    return command(*replaced(replaced(kept, "--out", out), "--tokens", f"{tokens}"))
 
 
 def gap_closed(losses: Mapping[str, float]) -> float | None:
-    """(loss before - loss after) / (loss before - the original's), in nats; None where there was no gap."""
+    """(loss before - loss after) / (loss before - the original's), in nats; None where there was no gap, or a loss is
+    not finite."""
     gap = losses["before"] - losses["original"]
     return (losses["before"] - losses["after"]) / gap if gap > 0 and math.isfinite(gap) else None
-
-
-def above(original: float, loss: float) -> float | None:
-    """A loss over the original's, less one; None where the original's is 0 or one of them is not finite."""
-    if not (math.isfinite(original) and math.isfinite(loss)) or original <= 0:
-        return None
-    return loss / original - 1
 
 
 def apart(rise: float) -> str:
@@ -97,12 +91,7 @@ def apart(rise: float) -> str:
 
 def serving(directory: str) -> str:
     """The command that serves an output."""
-    return command("serve", directory)
-
-
-def verifying(directory: str) -> str:
-    """The command that checks an output."""
-    return command("verify", directory)
+    return command("serve", as_argument(directory))
 
 
 def command(*words: str) -> str:

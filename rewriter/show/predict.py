@@ -49,9 +49,7 @@ MODELLED = "MODELLED: this fabric's figures are computed from other machines' or
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 SPENT = ("time", "computing", "waiting", "launching", "communicating", "waiting, share", "collectives", "kernels")
 LEGEND = {
-    **dict.fromkeys(
-        FIRST_TOKENS.values(), "TTFT: time to first token of prompts of 1k, 8k and 32k tokens (1,024 each)."
-    ),
+    **dict.fromkeys(FIRST_TOKENS.values(), "TTFT: time to first token, by length of the prompts (1k: 1,024 tokens)."),
     "per token": "Per token: one decode step (TPOT).",
     "80 %": "80 %: how far off that may be in 4 of 5 cases.",
     **dict.fromkeys(("exposed", "share"), "Exposed: waiting for communication in a decode step; share: of that step."),
@@ -90,7 +88,7 @@ class ComparisonReport:
         if self.pareto:
             yield Text()
             yield _pareto(c.pareto)
-        lacking = [said for p in c.predictions if (said := _lacking(p))]
+        lacking = [one for one in map(_lacking, c.predictions) if one]
         said = [f"! More than a device's memory: {', '.join(lacking)}."] if lacking else []
         if said := [*said, *notes(c, self.verbose)]:
             yield Text()
@@ -110,11 +108,12 @@ def _lacking(p: Prediction) -> str:
 
 def _recipes(c: RecipeComparison) -> FittingTable:
     """The main table: a row per recipe, and one for what bounds them."""
-    every = [*c.predictions, *([c.bound] if c.bound else [])]
+    asked = any(c.bound and p.recipe == c.bound.recipe for p in c.predictions)
+    every = [*c.predictions, *([c.bound] if c.bound and not asked else [])]
     rows = [{"recipe": _name(p)} | {name: escape(cell) for name, cell in cells(p).items()} for p in c.predictions]
-    if c.bound:
+    if c.bound and not asked:
         bound = {name: escape(cell) for name, cell in cells(c.bound).items()}
-        rows.append({"recipe": f"{escape(c.bound.recipe)} [dim](bound)[/]"} | bound)
+        rows.append({"recipe": f"{escape(c.bound.recipe)} [dim](nothing sent)[/]"} | bound)
     styles = ["" if p.fits and p is not c.bound else "dim" for p in every]
     return _table(None, "recipe", columns_of(every), rows, DROPPED, styles)
 

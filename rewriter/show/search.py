@@ -87,7 +87,7 @@ def keep_the_model(result: SearchResult) -> bool:
 
 
 def verdict(result: SearchResult, model: str, recipe: str) -> Verdict:
-    """What to do with the recipe that was written to the file `recipe`. `model`: as the user named it."""
+    """The next step with the recipe that was written to the file `recipe`. `model`: as the user named it."""
     found = result.measured
     if keep_the_model(result):
         return Verdict(

@@ -1,4 +1,4 @@
-"""What layers return beside their hidden state and later layers read: keys that an indexer chose, a router's states.
+"""Values that layers return with their hidden state, for later layers: keys that an indexer chose, router states.
 
 Its shapes are found by running the layers on meta, one after the other: some read what an earlier one put into a
 mapping that all of them share.
@@ -30,7 +30,7 @@ class HandedOn:
         self._shared: dict[Any, Any] = {}  # what the layers that were run put into their mapping
 
     def find(self, layer: nn.Module, call: Recorded, alike: Callable[[], Any]) -> dict[int, Form | None]:
-        """What `layer`, called so, hands on; of layers with one key `alike()` the first is run.
+        """The values that `layer`, called so, hands on; of layers with one key `alike()` the first is run.
 
         Raises RewriterError where it cannot be run on meta.
         """
@@ -48,7 +48,7 @@ class HandedOn:
         widest = torch.fx.experimental._config.patch(  # type: ignore[attr-defined]
             meta_nonzero_assume_all_nonzero=True
         )
-        with widest, refused(f"{type(layer).__name__} cannot be run for what it hands on"):
+        with widest, refused(f"{type(layer).__name__} cannot be run to find the values that it hands on"):
             output = type(layer).forward(layer, *call.args, **call.kwargs)
         self._shared |= shared
         given = {place: output[place] for place in self.places}

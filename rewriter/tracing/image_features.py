@@ -23,8 +23,8 @@ def require_text_alone(model: PreTrainedModel, error: BaseException) -> None:
     """Raise RewriterError where `error`, of a call of `model` with text alone, says that it needs an image."""
     if any(name in str(error) for name in ("pixel_values", "flattened_patches")):
         raise RewriterError(
-            f"{type(model).__name__} needs an image in every call, and a model is traced by text alone. Save its "
-            "language model, where it has one, by itself (save_pretrained of that module), and rewrite that."
+            f"{type(model).__name__} needs an image in every call, and a model is traced by text alone. If "
+            "it has a language model, save that module alone with save_pretrained, and rewrite the result."
         ) from error
 
 

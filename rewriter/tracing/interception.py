@@ -266,7 +266,7 @@ def gate_of(module: nn.Module) -> dict[str, Any]:
         if computed.shape == expected.shape and (computed - expected).abs().max() <= tolerance:
             return options
     raise RewriterError(
-        f"{type(module).__name__}: what its experts do between their projections is none of the forms that are known "
+        f"{type(module).__name__}: the function between its experts' projections is none of the known forms "
         f"(activations {', '.join(sorted(ACTIVATIONS))}; a limit; a slope; an offset)"
     )
 

@@ -46,7 +46,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _without_empty(node: fx.Node) -> fx.Node | None:
-    """What a split, a concatenation or a write into a slice gives where all but one of its pieces have no elements."""
+    """The result of a split, concatenation or write into a slice of which all pieces but one have no elements."""
     if node.target is operator.getitem and args_of(node)[0].target is aten.split_with_sizes.default:
         sizes, place = args_of(args_of(node)[0])[1], args_of(node)[1]
         return args_of(args_of(node)[0])[0] if sizes[place] != 0 and sum(s != 0 for s in sizes) == 1 else None

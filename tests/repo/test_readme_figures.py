@@ -67,6 +67,8 @@ def test_the_readmes_losses_are_those_of_the_records() -> None:
     above, prose = f"{100 * healing.above(gemma, 'after'):.1f} %", gemma["perplexity"]
     said = f"is {above} above the original's loss after 24,576 tokens"
     assert f"{said} (perplexity of prose {prose['original']:.1f} → {prose['after']:.1f})" in README
+    assert "`ladder-upper-half`, healed by 393,216 tokens, answers" in README
+    assert ("smollm2", "ladder-upper-half", 393_216) in runs
     own = runs["smollm2", "ladder-own-partial", 393_216]
     prose = own["perplexity"]
     assert f"was healed on {own['tp']} ranks only: {prose['original']:.1f} → {prose['after']:.1f}" in README
@@ -110,3 +112,10 @@ def test_the_readmes_largest_gain_over_nvlink_is_the_pages() -> None:
     asked = [row for row in rows if row[1] == "NVLink: 8 H200" and row[2] in ("1", "16")]
     largest = max(int(row[column].split()[0]) for row in asked for column in healed)
     assert f"16 sequences or fewer: predicted gains are at most {largest} %" in README
+
+
+def test_the_readmes_coverage_is_the_pages() -> None:
+    said = re.search(r"works on (\d+) of the (\d+) model types", README)
+    assert said
+    page = (ROOT / "docs/results/coverage.md").read_text(encoding="utf-8")
+    assert f"{said[1]} of {said[2]}" in page or f"{said[1]} of the {said[2]}" in page

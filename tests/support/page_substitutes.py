@@ -1,4 +1,4 @@
-"""What stands in for models, sizes and machines when the commands of pages run here: the one table of it.
+"""The stand-ins for models, sizes and machines when the commands of pages run here: the one table of it.
 
 PREPARED are files that a page takes for granted, SMALLER are sizes, NAMES are what Python blocks take for granted, and
 NOT_RUN are commands and blocks that do not run here, each with its reason. A command that fits nothing runs as printed.

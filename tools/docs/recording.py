@@ -88,7 +88,7 @@ def picture(said: list[tuple[str, str]]) -> str:
 
 
 def kept() -> list[tuple[str, str]]:
-    """What was recorded."""
+    """The recorded commands, each with its output."""
     return [(line, printed) for line, printed in json.loads(KEPT.read_text(encoding="utf-8"))]
 
 
