@@ -90,6 +90,16 @@ def test_the_status_is_written_once() -> None:
     assert repeated == []
 
 
+def test_pages_say_that_the_small_models_are_dequantized() -> None:
+    named = [
+        page
+        for page in [ROOT / "README.md", *PAGES]
+        if re.search(r"SmolLM2-135M-Instruct|Gemma 3 270M", page.read_text("utf-8"))
+    ]
+    assert len(named) > 8
+    assert [page.name for page in named if "GGUF" not in page.read_text("utf-8")] == []
+
+
 def rate(pages: list[Path], phrases: list[str]) -> float:
     """Habits in 1,000 words."""
     return 1000 * sum(len(list(habits.found(p, phrases))) for p in pages) / sum(map(habits.words, pages))
