@@ -29,7 +29,7 @@ WIDTH, LEFT, TOP, ROW, GAP, RIGHT = 900.0, 268.0, 98.0, 28.0, 24.0, 24.0
 ACROSS = (WIDTH - LEFT - RIGHT - 2 * GAP) / 3
 LINE = 19.0  # of the legend
 SUBTITLE = (
-    "Speedup minus 1, over the best exact choice of vLLM: one-shot all-reduces, fewer GPUs, replicas, pipeline stages."
+    "0: as fast as the best exact choice of vLLM, which may be one-shot all-reduces, fewer GPUs, replicas, pipeline stages."
 )
 COSTS = "Loss above the original's, rewritten → healed: SmolLM2-135M-Instruct (4-bit GGUF, dequantized), measured"
 NOTE = (
@@ -96,7 +96,7 @@ def picture(found: Mapping[str, Mapping[str, Mapping[str, int | None]]], cost: M
     bottom = TOP + ROW * len(fabrics)
     legend = bottom + 56
     height = legend + LINE * (len(RECIPES) + 1) + 28
-    title = f"Predicted gains of {MODEL} by fabric, for recipes that were healed"
+    title = f"Predicted gains of {MODEL} by fabric, for recipes that were healed on a 135M model"
     parts = [
         text(16, 28, title, "t"),
         text(16, 48, SUBTITLE),

@@ -304,7 +304,7 @@ def page(found: Sequence[Found], uneven: Sequence[Uneven]) -> str:
         f"- If no recipe gains {LEAST:.0%}, the answer is to keep the model.\n"
         "- *Modelled*: the times of the network come from formulas. Nobody measured them.\n"
         "- Everything is in bf16 unless the model's name says otherwise.",
-        "## Which recipe to run",
+        "## Largest predicted gains",
         "The table names the recipe with the largest gain among those meant for a trained model. **Nobody has healed a "
         "model of these sizes, or on these numbers of ranks.** This project healed models of at most "
         f"{largest:.0f}M parameters (4-bit GGUF, dequantized), bound to at most {ranks} ranks. The loss came within "
