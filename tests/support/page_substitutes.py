@@ -93,6 +93,7 @@ PREPARED: dict[str, dict[str, Maker]] = {
         "DIR": output("ladder-upper-half"), "FILE": text("The sky is\ndef read(\n"), "train.jsonl": rows,
         "heldout.jsonl": rows, "meta-llama/Llama-3.1-8B-Instruct": EIGHT, "examples/tiny-llama": tiny,
     },
+    "README.md": {"Qwen/Qwen3-32B": EIGHT},
     f"{HOW}convert.md": {"out": output("ladder")},
     f"{HOW}debug.md": {"OTHER": output("tensor-parallel"), "mine.yaml": text(DESYNC)},
     f"{HOW}emulate.md": {"train.py": text(SCRIPT), "here.yaml": text(FABRIC)},
@@ -169,7 +170,6 @@ ids = zoo.batch(2, 8)
 """
 NAMES = (
     Names("docs/concepts/bound.md", "AutoModelForCausalLM", "from transformers import AutoModelForCausalLM\n"),
-    Names("README.md", "input_ids", "import torch\ninput_ids = torch.arange(32)[None]\n"),
     Names(f"{HOW}python.md", "input_ids", "import torch, shutil\ninput_ids = torch.arange(32)[None]\n"
           "shutil.rmtree('out')\n"),
     Names(f"{HOW}python.md", "api.convert", "import shutil\nshutil.rmtree('out')\n"),
