@@ -20,6 +20,7 @@ from rewriter.common import packages
 # `../ein Löwe` is a link, and so is the output `../ein Löwe/link é`.
 LINES = """
 d 'modèle 1' --recipe '{r}' --tp 2 --verify full --calibration '{d}/text é.txt' --out '{d}/ganz é'
+h convert '{m}' --recipe '{r}' --tp 2 --verify none --out '{d}/convertì é'
 h verify '{d}/ganz é'
 m inspect .
 h predict '{m}/config.json' --recipe '{r}' --fabric '{f}' --tp 2 --html '{d}/pré diction.html'

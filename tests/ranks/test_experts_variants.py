@@ -175,9 +175,9 @@ def test_how_experts_gate_is_found_by_value() -> None:
 
 
 def test_a_gate_of_another_form_is_refused() -> None:
-    with pytest.raises(RewriterError, match="none of the forms"):
+    with pytest.raises(RewriterError, match="none of the known forms"):
         gate_of(_Gate(lambda self, h: torch.sin(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]))
-    with pytest.raises(RewriterError, match="none of the forms"):  # up before gate
+    with pytest.raises(RewriterError, match="none of the known forms"):  # up before gate
         gate_of(_Gate(lambda self, h: nn.functional.silu(h.chunk(2, -1)[1]) * h.chunk(2, -1)[0]))
 
 

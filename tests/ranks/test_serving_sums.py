@@ -29,6 +29,9 @@ class GlooEngine(engine.VllmEngine):
         given = {"all_reduce": all_reduce, "_all_reduce_out_place": all_reduce}
         return SimpleNamespace(device_group=dist.group.WORLD, world_size=dist.get_world_size(), **given)
 
+    def in_pieces(self):
+        return False
+
 
 def parts(ranks, dtype):
     torch.manual_seed(3)
