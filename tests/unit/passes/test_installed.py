@@ -12,7 +12,7 @@ from repository import ROOT
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
-from rewriter.convert.rewritten_source import applied_recipe
+from rewriter.convert.rewritten_source import applied_recipe, check_packages
 from rewriter.output.manifest import Manifest
 from rewriter.passes import available, find, installed, known
 from rewriter.recipes import Recipe
@@ -145,6 +145,25 @@ def test_an_output_says_which_package_is_missing() -> None:
     with pytest.raises(RewriterError) as caught:
         applied_recipe(manifest)
     assert str(caught.value) in (ROOT / "docs/howto/add-a-pass.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [
+        ("rewriter-damp==0.1", None),
+        ("rewriter-damp==0.2", r"of rewriter-damp==0.2, and rewriter-damp==0.1 is installed. Install that version"),
+        ("another==0.1", r"another==0.1, which is not installed; rewriter-damp==0.1 registers a pass of this name"),
+    ],
+)
+def test_an_output_wants_the_version_that_made_it(site: Path, package: str, said: str | None) -> None:
+    made = Manifest.model_construct(packages={"damp": package})
+    if said is None:
+        check_packages(made)
+        return
+    with pytest.raises(RewriterError, match=said):
+        check_packages(made)
+    if package.startswith("rewriter-damp"):
+        check_packages(made, of_any_version=True)  # as `rewrite refresh`, which compares what the code computes
 
 
 @pytest.mark.parametrize("written", ["--index-url=x", "damp; rm -rf x==1", "damp", "a b==1"])
