@@ -28,9 +28,7 @@ LOW, HIGH = -40, 60  # % of the axes
 WIDTH, LEFT, TOP, ROW, GAP, RIGHT = 900.0, 268.0, 98.0, 28.0, 24.0, 24.0
 ACROSS = (WIDTH - LEFT - RIGHT - 2 * GAP) / 3
 LINE = 19.0  # of the legend
-SUBTITLE = (
-    "0: as fast as the best exact choice of vLLM, which may be one-shot all-reduces, fewer GPUs, replicas, pipeline stages."
-)
+SUBTITLE = "0: as fast as vLLM's best exact choice: one-shot all-reduces, fewer GPUs, replicas or pipeline stages."
 COSTS = "Loss above the original's, rewritten → healed: SmolLM2-135M-Instruct (4-bit GGUF, dequantized), measured"
 NOTE = (
     "* Network times computed. Losses are on text that the original wrote; prefill-…: on text after prompts. "
