@@ -45,15 +45,19 @@ text{font-family:system-ui,sans-serif;fill:#4d5766;font-size:12.5px}.bg{fill:#ff
 """
 
 
-def gains(page: str) -> dict[str, dict[str, dict[str, int | None]]]:
-    """Gains in per cent by panel, fabric and recipe, of the tables of when.md; None where a recipe has none."""
-    tables = [
+def tables(page: str) -> list[list[list[str]]]:
+    """The cells of each table of a page, row by row, without quotes of code; the second row is the rule."""
+    return [
         [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in block.splitlines()]
         for block in re.findall(r"(?:^\|.*\n?)+", page, re.MULTILINE)
     ]
+
+
+def gains(page: str) -> dict[str, dict[str, dict[str, int | None]]]:
+    """Gains in per cent by panel, fabric and recipe, of the tables of when.md; None where a recipe has none."""
     found: dict[str, dict[str, dict[str, int | None]]] = {}
     for panel, (third, asked) in PANELS.items():
-        [(header, _, *rows)] = [table for table in tables if table[0][2] == third]
+        [(header, _, *rows)] = [table for table in tables(page) if table[0][2] == third]
         for row in rows:
             if (row[0], row[2]) == (MODEL, asked) and row[3] != "does not fit":
                 cells = {name: cell for name, cell in zip(header, row, strict=True) if name in RECIPES}

@@ -37,8 +37,8 @@ from rewriter.convert.preflight import check_free
 from rewriter.convert.rewritten_source import Opened, open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.files.output_directory import sha256_of
-from rewriter.output.manifest import AdaptationEntry
-from rewriter.recipes.verdicts import gap_closed, of_adaptation
+from rewriter.output.manifest import AdaptationEntry, gap_closed
+from rewriter.recipes.verdicts import of_adaptation
 from rewriter.runtime.loading import rank_device
 from rewriter.tracing.meta_model import load_config
 from rewriter.weights import Checkpoint

@@ -20,6 +20,10 @@ def doctor(json: options.Json = False) -> None:
     else:
         from rich.console import Console
 
-        Console(highlight=False).print(machine)
+        from rewriter.cli.rendering import print_verdict
+
+        console = Console(highlight=False)
+        console.print(machine)
+        print_verdict(console, {"verdict": machine.verdict, "next": machine.next})
     if not machine.ok:
         raise typer.Exit(2)

@@ -19,7 +19,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.text import Text
 
 from rewriter.common.numbers import json_text, size
 from rewriter.common.packages import EXTRAS, VERSION, present
@@ -106,8 +105,7 @@ class Doctor:
         works = plain_table(None, "command", "works here", "missing", whole=("command", "works here"), **WIDE)
         for command in self.commands:
             works.add_row(command.name, command.works, escape(command.missing))
-        end = [Text(f"Next: {self.next}")] if self.next else []
-        return Group(table, "", works, "", Text(self.verdict, "bold"), *end)
+        return Group(table, "", works)
 
 
 def _listed(names: Sequence[str]) -> str:

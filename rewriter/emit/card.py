@@ -14,7 +14,7 @@ import yaml
 from rewriter.common.model_class import is_found, takes_images
 from rewriter.ir.ops import SequencePlan
 from rewriter.ir.phases import PromptPhase
-from rewriter.output.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, damage, healing
+from rewriter.output.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, damage, gap_closed, healing
 from rewriter.output.names import mesh_name, ranks_of
 from rewriter.passes.selection import spans
 from rewriter.passes.sequence.distributed_attention import ALGORITHMS
@@ -83,8 +83,8 @@ def _state(manifest: Manifest) -> Iterator[str]:
         return
     beside = "" if original is None else f"; the original's is {original:.4f}"
     word = "Not healed" if after >= before else "Healed"
-    if original is not None and original < after < before:
-        word = f"Healed by {(before - after) / (before - original):.0%}"
+    if original is not None and original < after < before and (closed := gap_closed(done.losses)) is not None:
+        word = f"Healed by {closed:.0%}"
     yield (
         f"> **{word}** by a fine-tuning on {done.tokens:,} tokens: its loss was {before:.4f} nats per target after the "
         f"rewrite and is {after:.4f} now{beside}."

@@ -277,7 +277,7 @@ class PassRecord:
     @property
     def routine(self) -> bool:
         """`Pass.routine`."""
-        return bool(getattr(self.rewrite, "routine", False))
+        return bool(self.rewrite.routine)
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,6 +165,13 @@ def above(original: float, loss: float) -> float | None:
     if not (math.isfinite(original) and math.isfinite(loss)) or original <= 0:
         return None
     return loss / original - 1
+
+
+def gap_closed(losses: Mapping[str, float]) -> float | None:
+    """(loss before - loss after) / (loss before - the original's), in nats; None where there was no gap, or a loss is
+    not finite."""
+    gap = losses["before"] - losses["original"]
+    return (losses["before"] - losses["after"]) / gap if gap > 0 and math.isfinite(gap) else None
 
 
 class Verified(_Part):

@@ -9,7 +9,7 @@ from rewriter.predict.engines import engine_named, options
 from rewriter.predict.results import ExactChoice, RecipeComparison
 from rewriter.predict.verdict import decide, of_several
 from rewriter.recipes.apply import load_recipe
-from rewriter.recipes.verdicts import replaced
+from rewriter.recipes.verdicts import converting, replaced
 
 
 def next_words(
@@ -27,9 +27,8 @@ def next_words(
     if found.best is None:
         return ["rewrite", *replaced(words, "--tp", f"{2 * first.tp * first.sp}")]
     if (p := found.recipe) is not None:
-        ranks = [word for axis, count in (("--sp", p.sp), ("--tp", p.tp)) if count > 1 for word in (axis, f"{count}")]
         given = next((one for one in recipes if load_recipe(one).name == p.recipe), p.recipe)
-        return ["rewrite", model, "--recipe", given, *ranks]
+        return converting(model, given, p.tp, p.sp)
     if of_several(found.over) and any(p.kind == "approximating" for p in comparison.predictions):
         return ["rewrite", *replaced(words, "--tp", f"{found.over.tp}")]
     return engine_words(comparison.engine, found.best, model)

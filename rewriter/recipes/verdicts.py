@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rewriter.output.manifest import Drift, above, as_argument, healing
+from rewriter.output.manifest import Drift, above, as_argument, gap_closed, healing
 from rewriter.recipes.healed import HEALED
 
 LEAST_AGAIN = 100_000  # tokens of a longer fine-tuning
@@ -76,13 +76,6 @@ def _longer(report: Mapping[str, Any], words: Sequence[str]) -> str:
     return command(*replaced(replaced(kept, "--out", out), "--tokens", f"{tokens}"))
 
 
-def gap_closed(losses: Mapping[str, float]) -> float | None:
-    """(loss before - loss after) / (loss before - the original's), in nats; None where there was no gap, or a loss is
-    not finite."""
-    gap = losses["before"] - losses["original"]
-    return (losses["before"] - losses["after"]) / gap if gap > 0 and math.isfinite(gap) else None
-
-
 def apart(rise: float) -> str:
     """ "31 % above", "0.4 % below"."""
     size = 100 * abs(rise)
@@ -92,6 +85,12 @@ def apart(rise: float) -> str:
 def serving(directory: str) -> str:
     """The command that serves an output."""
     return command("serve", as_argument(directory))
+
+
+def converting(model: str, recipe: str, tp: int, sp: int) -> list[str]:
+    """The words of the command that converts `model` for these ranks."""
+    ranks = [word for axis, count in (("--tp", tp), ("--sp", sp)) if count > 1 for word in (axis, f"{count}")]
+    return ["rewrite", model, "--recipe", recipe, *ranks]
 
 
 def command(*words: str) -> str:

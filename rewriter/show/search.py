@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from rewriter.passes.selection import spans
 from rewriter.predict.search.choices import REWRITES, STANDARD, Mix, Option
 from rewriter.predict.search.run import SearchPoint, SearchResult
 from rewriter.recipes.recipe import MeasuredRise
-from rewriter.recipes.verdicts import Verdict, command
+from rewriter.recipes.verdicts import Verdict, command, converting
 from rewriter.show.charts import HEIGHT, SHAPES, WIDTH, Plot
 from rewriter.show.page import render
 
@@ -95,14 +96,12 @@ def verdict(result: SearchResult, model: str, recipe: str) -> Verdict:
             command("predict", model, "--recipe", "tensor-parallel", "--fabric", found.fabric,
                     "--tp", f"{found.tp * found.sp}"),
         )  # fmt: skip
-    mesh = {"tp": found.tp, "sp": found.sp}
-    ranks = [word for axis, count in mesh.items() if count > 1 for word in (f"--{axis}", f"{count}")]
     gain = f"{times(result.chosen.speedup)} of plain tensor parallelism"
     if found.end_to_end is not None:
         gain = f"{times(found.end_to_end)} of {found.over} end to end"
     rise = share(result.chosen.worst)
     said = f"The recipe gives {gain} (predicted), for a rise in loss of {rise} at most (measured)."
-    return Verdict(said, command(model, "--recipe", recipe, *ranks))
+    return Verdict(said, shlex.join(converting(model, recipe, found.tp, found.sp)))
 
 
 def _advice(result: SearchResult) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from page_blocks import blocks
 from page_files import page_files
 from repository import ROOT, TINY_LLAMA
 
@@ -42,7 +43,7 @@ def run(command: str, place: Path, environment: dict[str, str], *folders: Path) 
 
 
 def commands() -> list[str]:
-    [block] = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    [block] = [block.text for block in blocks(PAGE) if block.language == "bash"]
     return block.splitlines()
 
 

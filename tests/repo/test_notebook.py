@@ -89,7 +89,7 @@ def test_predict_your_fabric(run: Run) -> None:
 def test_kept_outputs_name_no_place_of_a_machine_and_no_warning() -> None:
     for path in notebooks.notebooks():
         for _, text in texts(nbformat.read(path, as_version=4)):
-            assert set(re.findall(r"/(?:home|root|tmp|work|Users)/\w+", text)) <= {"/tmp/work"}, path
+            assert set(re.findall(r"/(?:home|root|tmp|work|Users)/\w+", text)) == set(), path
             assert "Warning" not in text, path
 
 

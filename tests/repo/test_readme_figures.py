@@ -110,11 +110,8 @@ def test_the_readmes_speeds_are_those_of_the_pages() -> None:
 
 def test_the_readmes_largest_gain_over_nvlink_is_the_pages() -> None:
     """Of a decode step of 1 or 16 sequences, among the recipes that were healed."""
-    tables = re.findall(r"(?:^\|.*\n?)+", gains.WHEN.read_text(encoding="utf-8"), re.MULTILINE)
-    [(header, _, *rows)] = [
-        [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
-        for table in tables if table.splitlines()[0].split("|")[3].strip() == "batch"
-    ]  # fmt: skip
+    page = gains.WHEN.read_text(encoding="utf-8")
+    [(header, _, *rows)] = [table for table in gains.tables(page) if table[0][2] == "batch"]
     healed = [header.index(recipe) for recipe in gains.RECIPES if recipe in header]
     asked = [row for row in rows if row[1] == "NVLink: 8 H200" and row[2] in ("1", "16")]
     largest = max(int(row[column].split()[0]) for row in asked for column in healed)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+
+from page_blocks import blocks
 
 
 def page_files(page: Path) -> dict[str, str]:
     """The text of each file by its name."""
-    found = re.findall(
-        r'^```\w+ title="([\w.]+)"\n(.*?)^```$', page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-    return dict(found)
+    return {block.title: block.text for block in blocks(page) if block.title}
 
 
 def install(name: str, version: str, points: str, place: Path) -> None:

@@ -2,7 +2,7 @@
 
     python tools/docs/notebooks.py            # runs all and writes their outputs: a minute
 
-Paths of temporary folders are written as /tmp/work; warnings and progress bars are left out.
+Temporary folders are written as `work`; warnings and progress bars are left out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _kept(output: Any, scratch: str) -> Any:
         del data["text/plain"]
     for holder, key in ((output, "text"), *((data, kind) for kind in data)):
         if key in holder:
-            holder[key] = re.sub(rf"{re.escape(scratch)}/tmp\w+", "/tmp/work", holder[key])
+            holder[key] = re.sub(rf"{re.escape(scratch)}/tmp\w+", "work", holder[key])
     return output
 
 
