@@ -101,7 +101,18 @@ def tensorboard(run: Path, step: int) -> list[TrainerCallback]:
         return []
     from transformers.integrations import TensorBoardCallback
 
+    _next_second(run / "tensorboard")
     return [TensorBoardCallback(SummaryWriter(str(run / "tensorboard"), purge_step=step + 1))]
+
+
+def _next_second(folder: Path) -> None:
+    """Wait until a new file of events would be named after another second than the newest one. TensorBoard reads files
+    in the order of their names, which have the second and then the process: of one second, the resumed run could come
+    first, and the earlier run's events would then purge its own."""
+    begun = [int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")]
+    wait = max(begun, default=0) + 1 - time.time()
+    if 0 < wait <= 1:
+        time.sleep(wait)
 
 
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
